@@ -252,7 +252,7 @@ def run(
             log(f"{cell.name}: not begun, {max(0, seconds):.0f} s are left; it may take {cell.limit_seconds:.0f} s")
             continue
         if cell.table == "fast_dit" and fast_dit is None:
-            log(f"{cell.name}: skipped. Clone github.com/chuanyangjin/fast-DiT and give --fast-dit DIR")
+            log(f"{cell.name}: skipped. Clone github.com/chuanyangjin/fast-DiT and pass --fast-dit DIR")
             continue
         log(f"{cell.name}: begins")
         record = run_cell(cell, device, scratch, fast_dit)

@@ -4,7 +4,7 @@
         ...                                                         # batch.latents, .labels, .captions
 
 The state of a loader is one number and what must not change. Threads read ahead: worker processes make a cheap loader
-ten times slower. To use them all the same, read batches by number, in any order, on any rank:
+ten times slower. To use them anyway, read batches by number, in any order, on any rank:
 
     DataLoader(BatchReader([store], plan), batch_size=None, sampler=range(step, steps), num_workers=4)
 """
@@ -81,23 +81,24 @@ def make_loader(
     Args:
       store: an open store.
       global_batch: records in a full batch, over all ranks; one number, or one for each bucket.
-      seed: of the order, the posterior draw, and the choice of caption and view (crop and flip).
+      seed: for the order, the posterior draw, and the choice of caption and view (crop and flip).
       leftovers: what happens to records of a bucket that do not fill a batch (``BatchPlan``).
       window: a shuffle for slow disks (``ShardWindow``).
       selection: the records to train on (``RecordFilter.select``); None for all.
       rank: this process reads its slice of every global batch.
       world_size: number of slices.
       text: captions "padded" to the longest of the batch, "packed" one after the other, or "none".
-      features: names of the image features to read; None for all of the store.
+      features: names of the image features to read; None for all in the store.
       companions: names of the companion images, likewise.
       prefetch: batches read ahead.
-      device: as of ``BatchStream``.
+      device: as in ``BatchStream``.
       caption_odds: how often each caption of a record is drawn; None for uniform draws.
-      normalise: of the latents: that of the "encoder", by the statistics of the "store", or "none": raw.
+      normalise: the latents, as for the "encoder", by the statistics of the "store", or "none": raw.
       check: when rows are compared with their checksums: the "first" time that this process reads them, "always" or
         "never". A batch with a damaged row raises DamageError instead of being handed out.
-      collate_fn: makes of each batch what the loop reads, for example one of ``leandit.adapters``; None for the batch.
-    Raises: RunError: the store has no records; RecipeError: the selection is of another store, or an argument is wrong.
+      collate_fn: turns each batch into what the loop reads, such as one of ``leandit.adapters``; None for the batch.
+    Raises: RunError: the store has no records; RecipeError: the selection belongs to another store, or an argument is
+      wrong.
     """
     device = None if device is None else torch.device(device)
     buckets = selection.counts if selection else store.buckets
@@ -128,7 +129,7 @@ def shard_window(store: LatentStore, shards: int, selection: Selection | None = 
 
 
 def loader_of(stream: BatchStream, collate_fn: Callable[[Batch], Any] | None = None) -> BatchLoader:
-    """A ``torchdata`` loader over a stream, for example of a mixture of stores; ``collate_fn`` as of ``make_loader``.
+    """A ``torchdata`` loader over a stream, for example of a mixture of stores; ``collate_fn`` as in ``make_loader``.
 
     Raises: RunError: a store has no records.
     """

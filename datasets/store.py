@@ -70,7 +70,7 @@ class LatentStore(OpenedRevision):
       revision: number of the revision; 0 for the newest complete one.
       allow_incomplete: open the first revision even while shards are missing; their records count as not stored.
       access: "map" the shards, or "pread" them: for a network file system, where a failed map ends the process.
-      remote: of a store at a URL: ``folder``, ``capacity_gib``, ``threads``, ``options`` of ``remote.open_remote``.
+      remote: for a store at a URL: ``folder``, ``capacity_gib``, ``threads``, ``options`` of ``remote.open_remote``.
     Raises:
       StoreNotFound: the path does not exist.
       StoreError: it is not a store, or has no such revision.
@@ -169,7 +169,7 @@ class LatentStore(OpenedRevision):
         return self.table(RECORDS, columns)
 
     def record_batches(self, columns: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
-        """As ``record_columns``, a batch of rows at a time."""
+        """Like ``record_columns``, a batch of rows at a time."""
         return self.batches(RECORDS, columns)
 
     @cached_property
@@ -183,7 +183,7 @@ class LatentStore(OpenedRevision):
         return self.checksums_of(LATENTS)
 
     def checksums_of(self, group: str) -> np.ndarray:
-        """As ``checksums``, of a group of arrays: the latents by "", a feature or companion by its name."""
+        """Like ``checksums``, for a group of arrays: the latents by "", a feature or companion by its name."""
         return self.numbers(f"checksum_{group}" if group else "checksum")
 
     def caption_checksums(self, name: str = "") -> np.ndarray:
@@ -239,7 +239,7 @@ class LatentStore(OpenedRevision):
         Raises: RowOutOfRange.
         """
         if not 0 <= index < self.num_records:
-            raise RowOutOfRange(f"store '{self.path}': record {index} out of range, there are {self.num_records}")
+            raise RowOutOfRange(f"store '{self.path}': record {index} out of range: it has {self.num_records}")
         values = self.row(RECORDS, index)
         values["caption_ids"] = tuple(values["caption_ids"] or ())
         return Record(index=index, **{name: values[name] for name in Record.__dataclass_fields__ if name != "index"})
@@ -298,9 +298,9 @@ class LatentStore(OpenedRevision):
         """Rows of a companion of a bucket, in the order of ``latents``.
 
         Args:
-          variant: a crop, as of ``latents``.
+          variant: a crop, as in ``latents``.
           flipped: of the horizontally flipped crops.
-        Returns: as stored: like ``latents``, or of a mask (N, H, W) uint8, the gray of each position of a latent.
+        Returns: as stored: like ``latents``, or for a mask (N, H, W) uint8, the gray of each position of a latent.
         Raises: UnknownKey: the bucket or the companion does not exist; the message lists those that do. StoreError: the
           store holds no such crops.
         """
@@ -338,7 +338,7 @@ class LatentStore(OpenedRevision):
 
     @property
     def tokens(self) -> CaptionTokens:
-        """Captions of the first text encoder, as ``text``."""
+        """Captions of the first text encoder, like ``text``."""
         return self.text()
 
     @property
@@ -372,7 +372,7 @@ class LatentStore(OpenedRevision):
         Raises: RowOutOfRange: no such caption.
         """
         if not 0 <= caption_id < self.num_captions:
-            raise RowOutOfRange(f"store '{self.path}': caption {caption_id}, there are {self.num_captions}")
+            raise RowOutOfRange(f"store '{self.path}': caption {caption_id} out of range: it has {self.num_captions}")
         return self.text(text)[caption_id]
 
     def find_captions(self, texts: Sequence[str]) -> list[int | None]:
@@ -425,7 +425,8 @@ class LatentStore(OpenedRevision):
     def zarr(self) -> zarr.Group:
         """The store as a group of zarr-python, read-only: ``store.zarr["buckets/256x256/moments"][:4]``.
 
-        Its arrays have the rows of the newest revision, rows that no record names too (FORMAT.md). Nothing is checked.
+        Its arrays have the rows of the newest revision, including those that no record names (FORMAT.md). Nothing is
+        checked.
 
         Raises: StoreError: the store is at a URL, and its shards are not local.
         """

@@ -109,8 +109,8 @@ def precompute(
 
     Args:
       source_path: a folder, a file or a URL; or several.
-      options: how to treat records that are gone or rejected.
-      device: of the encoders.
+      options: how to treat missing or rejected records.
+      device: where the encoders run.
       part: encode only this share of the shards; None for all shards that no other process encodes.
       listed: the source, if it is already listed.
       say: called with notes about the source before encoding starts.

@@ -44,7 +44,7 @@ class Outcome:
       step: last step of the run.
       first_step: of this call, or None if the run had finished before.
       finished: all steps of the recipe are done.
-      num_images: seen by this call.
+      num_images: images trained on in this call.
       losses: step and loss of the first and the last report of this call, or None.
       images_per_second: the highest of all reports.
       recipe: as used, with the values of a ds_config.json.
@@ -74,12 +74,12 @@ def train(
     """Train a model on one store or several; the same call again resumes from the newest valid checkpoint.
 
     Args:
-      store_path: of the store, or its URL; None if the recipe names its stores.
+      store_path: folder or URL of the store; None if the recipe names its stores.
       report: called with the figures of every ``run.log_every`` steps.
       stop: set it to save a checkpoint after the current step and return.
       warn: called with one line for a damaged checkpoint, a newer revision of a store than the run reads, or records
-        that do not train.
-      say: called with a line for each thing that the run begins from; by the first rank.
+        that are not used.
+      say: called by the first rank with a line for each thing that the run starts from.
       recipe_name: of the recipe, for ``starts.jsonl``.
     Raises: LeanditError: before the first step, if recipe, stores and run are incompatible.
     """

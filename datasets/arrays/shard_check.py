@@ -35,7 +35,7 @@ def check_shard(store: Any, group: ArrayGroup, path: str, shard: int, opened: Sh
     if not is_right:
         raise DamageError(
             f"store '{store.path}': shard '{name}' holds rows that differ from those written, perhaps another shard's. "
-            "Run 'leandit verify STORE --repair --source PATH': it finds all that is wrong."
+            "Run 'leandit verify STORE --repair --source PATH': it finds all damage."
         )
 
 

@@ -130,7 +130,7 @@ class ShardFile:
         outside = ~absent & ((offsets > start) | (lengths > start - offsets))
         wrong_size = ~absent & (lengths != layout.chunk_bytes) if layout.codec == "none" else np.False_
         if len(entries) != num_chunks or np.any(outside | wrong_size):
-            raise self._damage("the index names chunks that are not there")
+            raise self._damage("the index names missing chunks")
         return offsets, lengths
 
     def _bytes(self, offset: int, length: int) -> bytes:

@@ -124,7 +124,7 @@ class ShardedArray:
 
     def _out_of_range(self, first: int, last: int) -> RowOutOfRange:
         rows = f"row {first}" if first == last else f"rows {first} to {last}"
-        return RowOutOfRange(f"array '{self.path}': {rows} out of range, there are {len(self)}")
+        return RowOutOfRange(f"array '{self.path}': {rows} out of range: it has {len(self)}")
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Rows start to stop, (stop - start, ...): a mapped view where they lie in one uncompressed shard."""
@@ -220,7 +220,7 @@ class ShardedArray:
             shards = np.searchsorted(self._starts, rows, side="right") - 1
             missing = (shards < 0) | (rows >= self._ends[shards])
             if missing.any():
-                raise RowOutOfRange(f"array '{self.path}': row {rows[missing][0]} lies in a gap, no record has it")
+                raise RowOutOfRange(f"array '{self.path}': row {rows[missing][0]} lies in a gap: no record uses it")
         else:
             shards = rows // self.shard_rows
         if self._opened[shards].all():

@@ -56,15 +56,15 @@ class Batch:
       draw_keys: (B,) int64 keys of the posterior draw, or None without a posterior.
       spec: describes ``stored``, and how it becomes the model's input.
       bucket: "HxW" in pixels.
-      number: of the global batch, over all epochs.
+      number: the global batch's, over all epochs.
       global_size: records in the global batch.
-      epoch: of the batch.
+      epoch: the batch's.
       store: index into the reader's stores.
       texts: captions of each text encoder, by name; that of ``[text]`` is empty.
       pads: ``captions`` are padded, not packed.
       features: image features, by name.
-      stored_companions: companion images as stored, by name: (B, 2C, H, W) moments or (B, C, H, W) latents (of int8
-        with the channels of the scales); of a mask (B, H, W) uint8.
+      stored_companions: companion images as stored, by name: (B, 2C, H, W) moments or (B, C, H, W) latents (int8
+        with the channels of the scales); for a mask (B, H, W) uint8.
     """
 
     stored: torch.Tensor
@@ -98,7 +98,7 @@ class Batch:
         """Companion images as the model sees them, by name, on the device of the batch.
 
         (B, C, H, W) float32, the mean of the posterior (nothing is drawn), shifted and scaled; or a mask, (B, H, W)
-        uint8 grey from 0 to 255.
+        uint8 gray from 0 to 255.
         """
         return {
             name: stored if stored.dtype == torch.uint8 else mean_latents(stored, self.spec)
@@ -107,7 +107,7 @@ class Batch:
 
     @property
     def text(self) -> Captions | None:
-        """Captions of the first text encoder; None if the store has none, or the reader was asked for none."""
+        """Captions of the first text encoder; None if the store has none, or the reader was created without them."""
         return next(iter(self.texts.values()), None)
 
     @property
@@ -125,7 +125,7 @@ class Batch:
     def caption_offsets(self) -> torch.Tensor:
         """(B + 1,) int32 where each packed caption begins, then the end: cu_seqlens of variable-length attention."""
         if self.text is None:
-            raise RecipeError("this batch has no captions: the store has none, or the reader was asked for none.")
+            raise RecipeError("this batch has no captions: the store has none, or the reader was created without them.")
         if not self.text.has_tokens:
             raise RecipeError("this text encoder stores only pooled vectors, so its captions have no lengths.")
         return self.text.offsets

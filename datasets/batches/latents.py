@@ -103,7 +103,7 @@ def normalised_as(spec: LatentSpec, how: Normalise, statistics: LatentStatistics
         what = "none" if statistics is None else "a channel with standard deviation 0"
         raise RecipeError(
             f'latent normalisation "store": the store has {what} in its statistics; expected a mean and a standard '
-            'deviation above 0 of each channel. An incomplete store has them when it is finished. Or use "encoder".'
+            'deviation above 0 for each channel. An incomplete store has them once it is finished. Or use "encoder".'
         )
     else:
         shift = shift + np.array(statistics.channel_mean) / scale

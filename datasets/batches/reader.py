@@ -40,20 +40,20 @@ class BatchReader(Dataset):
 
     Args:
       stores: one for each of the order's plans.
-      order: of the batches.
+      order: the batches in order.
       rank: this reader reads its slice of every global batch.
       world_size: number of slices.
       text: form of the captions, or "none".
-      features: names of the image features to read; None for all of the store.
+      features: names of the image features to read; None for all in the store.
       companions: names of the companion images, likewise.
       pin: use page-locked memory.
-      seed: of the posterior draw and the choice of caption and view; None: that of each plan.
-      caption_odds: how often each caption of a record is drawn, of each store; None for uniform draws.
-      normalise: of the latents, as of ``normalised_as``.
+      seed: for the posterior draw and the choice of caption and view; None: each plan's.
+      caption_odds: how often each caption of a record is drawn, for each store; None for uniform draws.
+      normalise: the latents, as in ``normalised_as``.
       statistics: for "store"; None: those of all stores together.
       check: when rows are compared with their checksums.
-    Raises: RecipeError: a plan or selection is of another store, the stores cannot be mixed, ``text`` or ``check`` is
-      unknown; IndexError: no such rank.
+    Raises: RecipeError: a plan or selection belongs to another store, the stores cannot be mixed, ``text`` or ``check``
+      is unknown; IndexError: no such rank.
     """
 
     def __init__(

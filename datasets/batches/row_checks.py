@@ -119,6 +119,6 @@ def _damage(store: LatentStore, what: str, places: Sequence[tuple[ShardedArray, 
     shards = [path for array, rows in places for path in array.shard_paths(rows[i : i + 1])]
     names = " or ".join(f"'{path}'" for path in shards)
     return DamageError(
-        f"store '{store.path}': {what} in shard {names} does not match its checksum: its bytes are not those that were "
+        f"store '{store.path}': {what} in shard {names} does not match its checksum: its bytes differ from those "
         f"written. {REPAIR}"
     )

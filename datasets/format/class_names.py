@@ -56,7 +56,7 @@ class ClassNames:
                 labels = labels_of.get(_normalised(wanted), [])
                 if len(labels) > 1:
                     some = "; ".join(f"{label} is {self.describe(label)}" for label in labels[:NUM_SHOWN])
-                    raise RecipeError(f"class {wanted!r}: {len(labels)} classes have this name: {some}. Give a number.")
+                    raise RecipeError(f"class {wanted!r}: {len(labels)} classes have this name: {some}. Use a number.")
                 if labels:
                     return labels[0]
             is_number = bool(re.fullmatch(r"[0-9]{1,9}", wanted))

@@ -64,7 +64,7 @@ def compact(
             f"store '{root}': revision {unfinished[0]} is unfinished. Run its precompute command again, then this one."
         )
     if out.resolve().is_relative_to(root.resolve()):
-        raise StoreError(f"store '{out}': it would lie in store '{root}'. Give an --out elsewhere.")
+        raise StoreError(f"store '{out}': it would lie inside store '{root}'. Pass an --out elsewhere.")
     spec = spec_without(store.spec, without)
     if os.path.lexists(out):
         return _made_before(store.manifest, spec, out)
@@ -107,7 +107,7 @@ def _made_before(base: Manifest, spec: StoreSpec, out: Path) -> Manifest:
         manifest = None
     is_same = manifest and manifest.copies and manifest.base == base.root_hash
     if manifest is None or not is_same or manifest.fingerprint != spec.fingerprint:
-        raise StoreError(f"store '{out}': it already exists, and was not changed. Give another --out.")
+        raise StoreError(f"store '{out}': it already exists, and was not changed. Use another --out.")
     return manifest
 
 
@@ -209,7 +209,7 @@ class _Copy:
         if expected > free:
             raise ResourceError(
                 f"store '{self._store.path}': its compaction needs {readable_size(expected)}, the disk of --out has "
-                f"{readable_size(free)} free. Free some space, or give an --out on another disk."
+                f"{readable_size(free)} free. Free some space, or pass an --out on another disk."
             )
         for done, (name, shard) in enumerate(tasks, 1):
             part = layout.parts[name]
@@ -280,6 +280,6 @@ class _Copy:
         differing = np.flatnonzero(pc.fill_null(table[f"checksum{suffix}"], 0).to_numpy() != results["checksum"])
         if len(differing):
             raise DamageError(
-                f"store '{self._store.path}': '{table[name][int(differing[0])]}' is not what was written, so there is "
-                "no new store. Run 'leandit verify STORE --repair --source PATH', then compact again."
+                f"store '{self._store.path}': '{table[name][int(differing[0])]}' differs from what was written, so "
+                "there is no new store. Run 'leandit verify STORE --repair --source PATH', then compact again."
             )

@@ -37,8 +37,8 @@ CAUSES = {
     "abandoned": "a shard or array of no revision: remove it if you gave up its revision, else restore that folder",
     "single": "there is only one copy of its files, as in a published store: 'leandit verify --repair' adds the others",
     "temporary": "left by a killed process, or still being written",
-    "counts": "planned records are not stored plus rejected",
-    "not_reproduced": "encoding the record again does not give what is stored",
+    "counts": "planned records do not equal stored plus rejected",
+    "not_reproduced": "re-encoding the record does not give what is stored",
     "source_changed": "the source no longer holds the image that was encoded",
 }
 HARMLESS = frozenset(["single", "temporary", "unsealed", "source_changed"])

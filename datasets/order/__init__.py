@@ -1,1 +1,1 @@
-"""Which records train when: shuffling, filters, batches and mixtures as pure functions."""
+"""Which records are read when: shuffling, filters, batches and mixtures as pure functions."""

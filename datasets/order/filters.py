@@ -78,7 +78,7 @@ class Selection:
         """One line: number of selected records, and of filtered ones by reason."""
         total = self.num_records + sum(self.num_filtered.values())
         reasons = ", ".join(f"{count} by {reason}" for reason, count in self.num_filtered.items() if count)
-        return f"{self.num_records} of {total} records train; filtered out: {reasons or 'none'}"
+        return f"{self.num_records} of {total} records are used; filtered out: {reasons or 'none'}"
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class RecordFilter:
         kept_out = {b: np.flatnonzero(held_out[one]) for b, one in records.items()} if self.holdout else {}
         selection = Selection(counts, positions, num_filtered, identity, store.plan_hash, kept_out)
         if not selection.num_records:
-            raise RecipeError(f"store '{store.path}': {selection.describe()}. Loosen the filter.")
+            raise RecipeError(f"store '{store.path}': {selection.describe()}. Relax the filter.")
         return selection
 
     def _conditions(self, store: LatentStore, identity: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:

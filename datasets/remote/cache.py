@@ -201,7 +201,7 @@ class RemoteFolder:
         if entry.bytes > self._capacity:
             raise ResourceError(
                 f"store '{self.url}': shard '{entry.path}' has {readable_size(entry.bytes)}, the local folder may hold "
-                f"{readable_size(self._capacity)}. Give it more room (capacity_gib)."
+                f"{readable_size(self._capacity)}. Increase capacity_gib."
             )
 
     def _entry(self, path: str) -> FileEntry:

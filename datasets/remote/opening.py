@@ -93,7 +93,7 @@ def open_remote(
         raise
     except OSError as error:
         raise ResourceError(
-            f"folder '{local}': it cannot be used for a store at a URL ({error.strerror or error}). Give another one."
+            f"folder '{local}': it cannot be used for a store at a URL ({error.strerror or error}). Use another one."
         ) from error
 
 
@@ -118,7 +118,7 @@ def _check_folder(folder: Path, shown_url: str) -> None:
     if names and not names & {REMOTE_ABOUT, OPENING}:
         raise StoreError(
             f"folder '{folder}': it holds other files; expected an empty one for store '{shown_url}', since files in "
-            "it are removed to make room. Give another one."
+            "it are removed to make room. Use another one."
         )
 
 
@@ -131,7 +131,7 @@ def _claim_folder(folder: Path, url: str, shown_url: str) -> None:
     found = read_json(folder / REMOTE_ABOUT)
     if found != about:
         other = found.get("url") if isinstance(found, dict) else found
-        raise StoreError(f"folder '{folder}': it belongs to store '{other}', not to '{shown_url}'. Give another one.")
+        raise StoreError(f"folder '{folder}': it belongs to store '{other}', not to '{shown_url}'. Use another one.")
 
 
 def _fetch_manifest(reader: RemoteReader, store: Path, revision: int) -> Manifest:

@@ -206,8 +206,8 @@ class RemoteReader:
                 why = one_line(error)
                 if is_not_allowed(error):
                     raise StoreError(
-                        f"{where} may not be read ({one_line(error)}). Provide credentials with access, as expected by "
-                        "the file system: for s3 the AWS_* variables or ~/.aws, for hf HF_TOKEN."
+                        f"{where} cannot be accessed ({one_line(error)}). Provide credentials with access, as expected "
+                        "by the file system: for s3 the AWS_* variables or ~/.aws, for hf HF_TOKEN."
                     ) from error
                 if lasts(error):
                     raise StoreError(f"{where} cannot be read ({one_line(error)}). Check the URL.") from error

@@ -45,7 +45,7 @@ def planned_revisions(path: Path) -> list[int]:
 
 def unsealed(revision: int) -> str:
     """A sentence on a revision that was begun and has no manifest, and what to do."""
-    return f"Revision {revision} was begun and is not finished: run the same precompute command again."
+    return f"Revision {revision} was started but not finished: run the same precompute command again."
 
 
 def check_store(path: Path) -> None:

@@ -44,7 +44,7 @@ def new_results(part: Part, num_rows: int) -> np.ndarray:
 
 def nonfinite_caption(text: str, class_name: str) -> str:
     """The detail of a reject of a caption, and of the records that have it."""
-    return f"{class_name} in float32 gave NaN or infinity for the caption {text[:80]!r}"
+    return f"{class_name} in float32 produced NaN or infinity for the caption {text[:80]!r}"
 
 
 def read_commit(

@@ -78,7 +78,7 @@ class OpenedRevision:
         self.spec, self.plan_hash, self.layouts = plan.spec, plan.hash, plan.layout.arrays
         if not allow_incomplete:
             missing = [task for task in plan.layout.tasks() if not read_commit(path, plan, *task)]
-            problem = "all shards are there, but not sealed"
+            problem = "all shards exist, but the store is not sealed"
             problem = f"{missing_work(plan, missing)} are missing" if missing else problem
             raise StoreIncomplete(
                 f"store '{path}': not complete; {problem}. Run the same precompute command again: it resumes."

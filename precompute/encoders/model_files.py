@@ -80,7 +80,7 @@ def resolve_model(
     if folder is not None:
         if TAESD_FILE.fullmatch(folder.name) and not folder.is_dir():
             raise EncoderError(
-                f"{what} '{model}': half of a TAESD, with the names of its publisher. Give the hub id, or a folder, of "
+                f"{what} '{model}': half of a TAESD, with the names of its publisher. Use the hub id, or a folder, of "
                 "both halves as diffusers saves them: madebyollin/taesd, taesdxl, taesd3 or taef1."
             )
         if folder.is_file() or (folder.suffix in SINGLE_FILES and not folder.is_dir()):
@@ -109,7 +109,7 @@ def resolve_model(
         how = f" with --set {what}=PATH" if "." in what else ""
         raise EncoderError(
             f"{what} '{model}': not a local folder, and not available from the hub ({one_line(error)}). "
-            f"Check the name, log in with 'hf auth login', or give a folder{how}."
+            f"Check the name, log in with 'hf auth login', or pass a folder{how}."
         ) from error
     LOG.info("%s '%s': commit %s of the hub, in '%s'", what, model, fetched.name, fetched / subfolder)
     return fetched / subfolder, fetched.name
@@ -158,7 +158,7 @@ def check_tokenizer_files(folder: Path, *, what: str) -> None:
         if path.name == "tokenizer_config.json" and ("auto_map" in said or name not in TOKENIZER_CLASSES):
             raise EncoderError(
                 f"{what} '{path}': it asks for the tokenizer {str(name)[:80]!r} or for code of its own, expected that "
-                "of a T5, CLIP, Gemma, GPT-2, Llama, Mistral or Qwen. Give a folder with the model's own tokenizer."
+                "of a T5, CLIP, Gemma, GPT-2, Llama, Mistral or Qwen. Use a folder with the model's own tokenizer."
             )
 
 

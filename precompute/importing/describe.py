@@ -176,7 +176,7 @@ def _per_channel(name: str, numbers: Sequence[float], channels: int) -> list[flo
     """One number for each channel; raises SourceError."""
     if not numbers:
         raise SourceError(
-            f"import: vae.{name} is unknown for this kind of features, and decoding needs it. Give the factor that the "
+            f"import: vae.{name} is unknown for this kind of features, and decoding needs it. Pass the factor that the "
             f"latents were scaled with, such as --set vae.{name}=[0.18215]."
         )
     if len(numbers) not in (1, channels):

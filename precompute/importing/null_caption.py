@@ -27,7 +27,7 @@ def read_null(choice: str | None, shape: tuple[int, ...], name: str) -> np.ndarr
     if choice is None:
         raise SourceError(
             f"import: these features have captions, and training replaces some by a null caption of shape {shape}, "
-            f"which they lack. Give it with --null FILE (.npy, a checkpoint with '{TENSOR}', or a folder with "
+            f"which they lack. Pass it with --null FILE (.npy, a checkpoint with '{TENSOR}', or a folder with "
             f"{name or 'NAME'}_empty.npy of each text encoder), or --null {ZEROS} if they were made for a model that "
             "takes zeros."
         )

@@ -173,7 +173,7 @@ def check_resumes(root: Path, plan: FrozenPlan, reader: Reader, listing: str) ->
     Raises: FingerprintMismatch, SourceError.
     """
     if not plan.spec.is_imported:
-        raise FingerprintMismatch(f"store '{root}': encoded, not imported. Nothing was changed. Give another --store.")
+        raise FingerprintMismatch(f"store '{root}': encoded, not imported. Nothing was changed. Use another --store.")
     if differing := differing_settings(plan.spec, reader):
         raise FingerprintMismatch(
             f"store '{root}': imported with other settings. Nothing was changed. Use those that made it, or give "

@@ -41,7 +41,7 @@ def check_apart(root: Path, source: Source) -> None:
         if has_classes and is_inside and not any(part.startswith(".") for part in store.relative_to(folder).parts):
             raise SourceError(
                 f"store '{root}': it is inside source '{part.name}', whose folders are its classes: the store "
-                "would become one of them. Nothing was changed. Give a --store elsewhere."
+                "would become one of them. Nothing was changed. Pass a --store elsewhere."
             )
 
 
@@ -63,7 +63,7 @@ def look_for_plan(root: Path) -> FrozenPlan | None:
     Raises: StoreError: the path is something else, or the store has lost its plan.
     """
     if root.exists() and not root.is_dir():
-        raise StoreError(f"store '{root}': it is a file; expected a folder, or nothing. Give another --store.")
+        raise StoreError(f"store '{root}': it is a file; expected a folder, or nothing. Use another --store.")
     if not root.exists():
         return None
     if revisions := [*sealed_revisions(root), *planned_revisions(root)]:
@@ -100,7 +100,7 @@ def check_fingerprint(root: Path, stored: StoreSpec, expected: StoreSpec) -> Non
     fields = "".join(f"\n  {line}" for line in _differences(stored, expected))
     raise FingerprintMismatch(
         f"store '{root}': made with other encoders or settings. Nothing was changed. Use the settings that made it, or "
-        f"give another --store{advice}. What differs:{fields}"
+        f"use another --store{advice}. What differs:{fields}"
     )
 
 

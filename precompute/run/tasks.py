@@ -213,7 +213,7 @@ def check_disk(writer: StoreWriter, missing: list[Task]) -> None:
     if needed > free:
         raise ResourceError(
             f"store '{writer.root}': the disk has {readable_size(free)} free, the store needs "
-            f"{readable_size(needed)} more. Free some space, or give a --store on another disk; the same command then "
+            f"{readable_size(needed)} more. Free some space, or pass a --store on another disk; the same command then "
             "resumes."
         )
 

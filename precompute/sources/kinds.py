@@ -42,7 +42,7 @@ def _not_a_source(name: str, head: bytes) -> str | None:
             f"for WebDataset shards, 'tar -xf FILE' or 'unzip FILE' for folders of images. Sources are {KINDS}."
         )
     if is_image(name):
-        return f"an image. Give the folder that it lies in. Sources are {KINDS}."
+        return f"an image. Pass the folder that it lies in. Sources are {KINDS}."
     if head[257:262] == TAR_MAGIC or name.lower().endswith((".tar", *TABLE_EXTENSIONS)):
         return None
     return (

@@ -50,7 +50,7 @@ def source_names(paths: Sequence[str]) -> list[str]:
     for path in paths:
         place = path.rstrip("/") if "://" in path else os.path.realpath(path)
         if place in seen:
-            raise RecipeError(f"--source '{path}': the same source as '{seen[place]}'. Give each source once.")
+            raise RecipeError(f"--source '{path}': the same source as '{seen[place]}'. Pass each source once.")
         seen[place] = path
         *above, last = (path if "://" in path else os.path.abspath(path)).rstrip("/").split("/")
         short = _plain(EXTENSION.sub("", last))
@@ -146,7 +146,7 @@ def _joined(source: Source, name: str, classes: list[str]) -> Iterator[pa.Record
         if not name:  # labels of the first source stay
             paths = (batch["path"], batch["companions"].flatten().field("path"))
             if any(pc.any(pc.starts_with(texts, MARK)).as_py() for texts in paths):
-                raise SourceError(f"source '{source.name}': a path begins with '{MARK}'. Give it alone, or last.")
+                raise SourceError(f"source '{source.name}': a path begins with '{MARK}'. Pass it alone, or last.")
             yield batch
             continue
         columns = {field: batch[field] for field in batch.schema.names}

@@ -428,7 +428,7 @@ def test_arguments_of_other_types_are_taken_or_refused(
 
 def test_a_batch_without_captions_says_so(caption_store: LatentStore) -> None:
     batch = next(iter(make_loader(caption_store, global_batch=2, text="none")))
-    with pytest.raises(RecipeError, match="asked for none"):
+    with pytest.raises(RecipeError, match="created without them"):
         _ = batch.caption_offsets
     assert repr(batch) == f"Batch(number=0, epoch=0, bucket='{batch.bucket}', records=2)"
 

@@ -69,7 +69,7 @@ def test_a_store_that_is_not_whole_is_refused_when_opened(
 
 UNFINISHED: list[tuple[str, Callable[[Path], Any], type[LeanditError], list[str]]] = [
     ("incomplete", uncommit, StoreIncomplete, ["not complete", "1 of 5 shards", SAME_COMMAND]),
-    ("not sealed", lambda _: None, StoreIncomplete, ["all shards are there, but not sealed", SAME_COMMAND]),
+    ("not sealed", lambda _: None, StoreIncomplete, ["all shards exist, but the store is not sealed", SAME_COMMAND]),
     ("no plan", lambda p: (p / OWN / "plan/plan.json").unlink(), StoreIncomplete, ["plan is not finished"]),
     ("cut plan", lambda p: cut(p / OWN / "plan/records.parquet"), DamageError, ["missing or damaged", SAME_COMMAND]),
     ("edited plan", lambda p: flip(p / OWN / "plan/plan.json", 800), DamageError, ["plan"]),
@@ -174,10 +174,10 @@ def test_captions_are_found_by_the_number_of_their_record_and_by_their_exact_tex
             np.testing.assert_array_equal(caption_store.caption(np.int64(record.index), which), wanted)  # of a batch
     last = caption_store.records.num_rows - 1
     for index, which in ((last + 1, 0), (-1, 0), (last, 99), (last, -1)):
-        with pytest.raises(StoreError, match=r"record -?\d+ out of range, there are|caption -?\d+ of record") as caught:
+        with pytest.raises(StoreError, match=r"record -?\d+ out of range: it has|caption -?\d+ of record") as caught:
             caption_store.caption(index, which)
         assert isinstance(caught.value, IndexError)
-    with pytest.raises(StoreError, match="there are") as caught:
+    with pytest.raises(StoreError, match="it has") as caught:
         caption_store.caption_embedding(10**6)
     assert isinstance(caught.value, IndexError)
 
@@ -229,9 +229,9 @@ def test_a_newer_revision_that_is_not_finished_is_warned_of(tmp_path: Path) -> N
     shutil.rmtree(source)
     make_caption_folder(source, count=6)
     without_seal(lambda: encode(caption_recipe(), source, path))
-    with pytest.warns(StoreWarning, match=r"revision 1 is opened\. Revision 2 was begun and is not finished"):
+    with pytest.warns(StoreWarning, match=r"revision 1 is opened\. Revision 2 was started but not finished"):
         assert LatentStore(path).unfinished_revision == 2
-    with pytest.raises(StoreError, match=r"no complete revision 2\. Available: 1\. Revision 2 was begun"):
+    with pytest.raises(StoreError, match=r"no complete revision 2\. Available: 1\. Revision 2 was started"):
         LatentStore(path, revision=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -67,7 +67,7 @@ def test_its_records_are_rejected_and_the_others_are_as_without_it(
     assert (len(refused), len(store), store.records.num_rows) == (4, 10, 14)
     for row in refused.values():
         assert (row["stage"], row["reason"], row["checksum"]) == ("encode", "nonfinite_caption", None)
-        assert "T5EncoderModel in float32 gave NaN" in row["detail"]
+        assert "T5EncoderModel in float32 produced NaN" in row["detail"]
         assert BROKEN in row["detail"]
     assert {key: found for key, found in content(store).items() if key not in refused} == {
         key: wanted for key, wanted in good.items() if key not in refused
@@ -120,7 +120,7 @@ def test_an_added_text_encoder_rejects_records_that_were_stored(source: Path, br
     [
         (BROKEN, "source.max_rejects_in_a_row=1", "1 records or captions in a row are rejected.*nonfinite_caption"),
         ("red", "source.max_rejects_in_a_row=100", "of 14 records are rejected.*nonfinite_caption"),
-        ("", "source.max_reject_share=1", "T5EncoderModel in float32 gave NaN or infinity for the caption ''"),
+        ("", "source.max_reject_share=1", "T5EncoderModel in float32 produced NaN or infinity for the caption ''"),
     ],
 )
 def test_too_many_of_them_and_the_null_caption_stop_the_run(

@@ -185,7 +185,7 @@ def test_a_store_among_the_class_folders_is_refused_because_it_would_be_a_class(
     source = shutil.copytree(class_folder, tmp_path / "source")
     before = tree_digest(source)
     for store in (source / "a-store", source / "n000" / "store"):
-        with pytest.raises(SourceError, match=r"it is inside source .* Give a --store elsewhere"):
+        with pytest.raises(SourceError, match=r"it is inside source .* Pass a --store elsewhere"):
             encode(label_recipe(), source, store)
     assert tree_digest(source) == before
     beside = shutil.copytree(few, tmp_path / "few")  # of a table, only what it names is read

@@ -154,7 +154,7 @@ def test_another_encoder_setting_or_library_is_refused_by_name_and_nothing_is_ch
     (source, store), (prepare, named) = captioned, CHANGED[change]
     before, recipe = tree_digest(store), caption_recipe(*prepare(tmp_path, monkeypatch))
     named = named if SHA in named else re.escape(named)
-    with pytest.raises(FingerprintMismatch, match=rf"(?s)Nothing was changed.*give another --store.*{named}"):
+    with pytest.raises(FingerprintMismatch, match=rf"(?s)Nothing was changed.*use another --store.*{named}"):
         encode(recipe, source, store)
     assert tree_digest(store) == before
 

@@ -65,7 +65,7 @@ def run(path: Path, *, batch: int, seconds: float, cold: bool, scratch: Path | N
     folder.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(folder).free) < num_bytes * share:
         expected = readable_size(num_bytes * share)
-        raise ResourceError(f"'{folder}': {readable_size(free)} free, expected {expected}. Give another --scratch.")
+        raise ResourceError(f"'{folder}': {readable_size(free)} free, expected {expected}. Use another --scratch.")
     counts = {bucket: math.ceil(size * share) for bucket, size in store.buckets.items()}
     positions = {bucket: None if n == store.buckets[bucket] else np.arange(n) for bucket, n in counts.items()}
     sample = Selection(counts, positions, {}, {"first records": counts}, store.plan_hash)

@@ -110,7 +110,7 @@ def options(
 ) -> None:
     """Encode once, train lean: latent stores for training diffusion transformers."""
     if quiet and verbose:
-        raise RecipeError(f"--verbose and --quiet (or {QUIET}) are mutually exclusive. Give one of them.")
+        raise RecipeError(f"--verbose and --quiet (or {QUIET}) are mutually exclusive. Pass one of them.")
     os.environ[QUIET] = "1" if quiet else ""
     show_decisions(verbose)
     LOG.info("leandit %s, Python %s, %s", __version__, platform.python_version(), platform.platform())

@@ -61,7 +61,7 @@ def read_path(value: str | Path) -> Path:
 
 def written_path(value: str | Path) -> Path:
     """A local path to write to. Raises: BadParameter: it is a URL."""
-    hint = "Give a folder, then copy it there, as with 'aws s3 sync FOLDER s3://BUCKET/NAME'."
+    hint = "Pass a folder, then copy it there, as with 'aws s3 sync FOLDER s3://BUCKET/NAME'."
     return _local_path("writes to", hint, value)
 
 

@@ -63,7 +63,7 @@ def check_run(run: Path) -> None:
         raise RunError(f"run '{run}': no such folder. Train first, or check the path.")
     if not is_run(run) and (run / GROUP).is_file():
         train = f"leandit train RECIPE --store {shlex.quote(str(run))} --run RUN"
-        raise RunError(f"'{run}' is a store, not a run. Give the folder that '{train}' makes.")
+        raise RunError(f"'{run}' is a store, not a run. Pass the folder that '{train}' makes.")
 
 
 # A damaged snapshot is left to the code that loads its weights.
@@ -89,17 +89,17 @@ def check_evaluation(
     from ...precompute.encoders.model_files import CONFIG, local_folder, resolve_model
 
     if not (against or clip):
-        raise RecipeError("evaluate: nothing to measure. Give a reference with --against, or a CLIP with --clip.")
+        raise RecipeError("evaluate: nothing to measure. Pass a reference with --against, or a CLIP with --clip.")
     for what, path in (("", target), ("--against ", against)):
         if path and not path.exists():
             raise SourceError(f"{what}'{path}': there is no such run, store, folder or file. Check the path.")
     if is_run(target) and not out:
-        raise RecipeError(f"evaluate: '{target}' is a run, so its images need a folder. Give --out.")
+        raise RecipeError(f"evaluate: '{target}' is a run, so its images need a folder. Pass --out.")
     is_of_classes = False
     with IF_READABLE:
         is_of_classes = is_run(target) and not _newest_state(target)["spec"]["caption_width"]
     if clip and not captions and is_of_classes:
-        raise RecipeError(f"--clip: run '{target}' draws classes. Give captions with --captions, or leave it out.")
+        raise RecipeError(f"--clip: run '{target}' draws classes. Pass captions with --captions, or leave it out.")
     for what, model in {"--clip": clip, "--features": features}.items():
         if (
             model and model != INCEPTION and local_folder(model) and not Path(model).suffix

@@ -123,7 +123,7 @@ def compatibility_notes(snapshot: Snapshot) -> list[str]:
         text = instruction_text(snapshot.state["text_encoder"]["model"].get("instruction", ""))
         lines = json.dumps(text.split("\n")) if text else None
         which = "this" if text else "no"
-        notes.append(f"Captions were encoded after {which} instruction: give complex_human_instruction={lines}.")
+        notes.append(f"Captions were encoded after {which} instruction: pass complex_human_instruction={lines}.")
     if family and FAMILIES[family].is_flow:
         if (vae := vae_class(snapshot)) != FAMILIES[family].vae:
             notes.append(f"{pipeline_class(snapshot)} takes an {FAMILIES[family].vae}, the store was made with {vae}.")
@@ -134,7 +134,7 @@ def compatibility_notes(snapshot: Snapshot) -> list[str]:
         )
         if spec.config.get("guidance_embeds"):
             notes.append(
-                f"Trained with the guidance {spec.guidance:g} as an input: give guidance_scale={spec.guidance:g}."
+                f"Trained with the guidance {spec.guidance:g} as an input: pass guidance_scale={spec.guidance:g}."
             )
         return notes
     scalings = [latent] if latent.decoding is None else [latent, latent.decoding]
@@ -149,7 +149,7 @@ def compatibility_notes(snapshot: Snapshot) -> list[str]:
         if tokens[:2] != SD3_TOKENS[:2]:
             notes.append(
                 f"Trained with {tokens[0]} and {tokens[1]} CLIP tokens; the pipeline has the model_max_length of its "
-                "tokenizer for both. For others give prompt_embeds and pooled_prompt_embeds."
+                "tokenizer for both. For others pass prompt_embeds and pooled_prompt_embeds."
             )
         if tokens[2] != SD3_TOKENS[2]:
             notes.append(f"Pass max_sequence_length={tokens[2]}, as in training.")
@@ -167,6 +167,6 @@ def compatibility_notes(snapshot: Snapshot) -> list[str]:
         )
         notes.append(
             "The pipeline makes prompts lower case, and PixArt's cleans them unless clean_caption=False; captions were "
-            "encoded as they are. For theirs give prompt_embeds and prompt_attention_mask."
+            "encoded as they are. For theirs pass prompt_embeds and prompt_attention_mask."
         )
     return notes

@@ -82,7 +82,7 @@ def export(
     Raises: RunError: the layout cannot hold the model, or the folder exists; EncoderError: an encoder cannot be found.
     """
     if out.exists():
-        raise RunError(f"folder '{out}': it already exists. Give another --out.")
+        raise RunError(f"folder '{out}': it already exists. Use another --out.")
     snapshot = load_snapshot(run, torch.device("cpu"), step, frozen=base, weights=weights)
     is_pipeline, adapter = layout == "diffusers", snapshot.spec.adapter
     is_adapters = is_pipeline and adapter is not None and not merged
@@ -116,7 +116,7 @@ def export(
     out.parent.mkdir(parents=True, exist_ok=True)
     sweep_strays(out.parent)
     if not write_folder(out, itertools.chain(files, [(CARD, card)]), replace=False):
-        raise RunError(f"folder '{out}': another process created it. Give another --out.")
+        raise RunError(f"folder '{out}': another process created it. Use another --out.")
     return {
         "snapshot": snapshot.path.name,
         "step": snapshot.step,
@@ -297,7 +297,7 @@ def encoder_folders(snapshot: Snapshot, vae_place: str | None, text_place: str |
                 folder, _ = files.resolve_model(section.model, subfolder, section.revision, files=names, what=what)
             weights = files.hash_files(files.weight_files(folder, stem, what=what)) if stem else UNKNOWN
         except EncoderError as error:
-            raise EncoderError(f"{error} If it is in another folder, give it with --{role}.") from error
+            raise EncoderError(f"{error} If it is in another folder, pass it with --{role}.") from error
         if made_with not in (UNKNOWN, weights):
             raise EncoderError(f"{what} '{folder}': not the one that made the store. Check --{role}.")
         folders[name] = folder

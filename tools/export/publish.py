@@ -42,7 +42,7 @@ REQUIRED = {
 }
 TEXTS, TEXT_BYTES = (".json", ".jsonl", ".toml", ".md"), 1 << 26  # a larger file is not searched for local paths
 QUOTED_PATH = re.compile(r"[\"']((?:/|[A-Za-z]:[\\/])[^\"'\n]{1,4000})[\"']")
-ANOTHER_PLACE = "Give another name, or another branch with --revision."
+ANOTHER_PLACE = "Use another name, or another branch with --revision."
 Progress = Callable[[str, int, int], None]
 
 
@@ -75,11 +75,11 @@ def publish(
     answers = (private is not None, *terms)
     if missing := [name for name, answer in zip(REQUIRED, answers, strict=True) if not answer]:
         wanted = "; ".join(f"{name}: {REQUIRED[name]}" for name in missing)
-        raise RecipeError(f"publish '{target}': required, without a default: {wanted}. Give them.")
+        raise RecipeError(f"publish '{target}': required, without a default: {wanted}. Pass them.")
     hub = HubRepository(url, branch)
     if of_run != (hub.kind == "model"):
         kind, expected = ("run", "hf://OWNER/NAME") if of_run else ("store", "hf://datasets/OWNER/NAME")
-        raise RecipeError(f"--to '{url}': '{target}' is a {kind}. Give {expected}.")
+        raise RecipeError(f"--to '{url}': '{target}' is a {kind}. Pass {expected}.")
     files, notes = (run_files(target, hub, terms), []) if of_run else store_files(target, hub, terms)
     _refuse_local_paths(target, files)
     return _send(hub, files, notes, progress, private=bool(private), dry_run=dry_run)
@@ -188,7 +188,7 @@ def _send(
     is_private = hub.is_private()
     if is_private not in (None, private):
         raise RecipeError(
-            f"'{hub.address}' is {'private' if is_private else 'public'} already. Give that option, or change it in "
+            f"'{hub.address}' is {'private' if is_private else 'public'} already. Pass that option, or change it in "
             "the settings of the repository."
         )
     listed = hub.listing() if is_private is not None else {}
@@ -240,7 +240,7 @@ def _refuse_other(hub: HubRepository, files: Mapping[str, OutgoingFile], listed:
         if path not in files and re.fullmatch(rf"{REVISIONS}/\d+/{re.escape(MANIFEST)}", path):
             raise StoreError(
                 f"'{hub.address}' holds a revision that this store lacks: '{path}'. Its readers would continue with "
-                "that one. Publish the store that has it, or give another name or another branch with --revision."
+                "that one. Publish the store that has it, or use another name or another branch with --revision."
             )
         if path in files and path.endswith(MANIFEST) and not files[path].is_same(listed[path]):
             problem = f"holds another store: its '{path}' differs."

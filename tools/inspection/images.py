@@ -66,7 +66,7 @@ class LatentDecoder:
             raise EncoderError(
                 f"vae '{self.identity.model}': it decodes {encoder.num_channels if encoder.has_decoder else 'no'} "
                 f"channels of 1/{encoder.downscale} of the pixels, the latents of {where} have {spec.channels} of "
-                f"1/{spec.downscale}. Give a VAE for these latents with --vae."
+                f"1/{spec.downscale}. Pass a VAE for these latents with --vae."
             )
         # The latents of a tiny VAE are those of its large one after shift and scale.
         is_rescaled = (self.identity.class_name == TINY) != (made_by.get("class_name") == TINY)
@@ -126,12 +126,12 @@ def _load(section: Any, vae: str | None, device: torch.device) -> ImageEncoder:
     try:
         vae_section = VaeSection.model_validate(section | other | {"dtype": "float32"})
     except (ValueError, TypeError) as error:  # of pydantic too
-        raise EncoderError(f"section [vae] of the recipe is invalid ({error}). Give a VAE with --vae PATH.") from error
+        raise EncoderError(f"section [vae] of the recipe is invalid ({error}). Pass a VAE with --vae PATH.") from error
     try:
         with contextlib.nullcontext() if vae else nothing_fetched():
             return ImageEncoder(vae_section, device)
     except EncoderError as error:
-        raise EncoderError(f"{error} If the VAE is in another folder, give it with --vae.") from error
+        raise EncoderError(f"{error} If the VAE is in another folder, pass it with --vae.") from error
 
 
 def _rescaling(made_by: Mapping[str, Any], spec: LatentSpec, encoder: ImageEncoder, where: str) -> list[np.ndarray]:
@@ -144,7 +144,7 @@ def _rescaling(made_by: Mapping[str, Any], spec: LatentSpec, encoder: ImageEncod
     except (TypeError, ValueError) as error:
         raise EncoderError(
             f"vae '{encoder.identity.model}': it takes latents after the shift and scale of their VAE, and {where} "
-            "does not have these. Give the VAE itself with --vae."
+            "does not have these. Pass the VAE itself with --vae."
         ) from error
 
 

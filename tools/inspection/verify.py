@@ -47,7 +47,7 @@ def check(
     Raises: RecipeError: encoding needs a source.
     """
     if deep and not source:
-        raise RecipeError("verify --deep: encoding a sample again needs the images. Give --source PATH.")
+        raise RecipeError("verify --deep: encoding a sample again needs the images. Pass --source PATH.")
     if deep and sealed_revisions(store) and _newest_spec(store).is_imported:
         raise RecipeError(
             f"verify --deep: store '{store}' was imported, so nothing can encode it again. Without --deep, "
@@ -93,7 +93,7 @@ def _repairer(store: Path, source: SourcePaths, device: Any, overrides: list[str
 
     first, *others = paths_of(source)
     if others:
-        raise RecipeError(f"verify '{store}': it was imported from one source. Give one --source.")
+        raise RecipeError(f"verify '{store}': it was imported from one source. Pass one --source.")
     yield load_importer(spec, Path(first))
 
 

@@ -108,7 +108,7 @@ def describe_precompute(
     rows, are_local = _encoder_rows(recipe)
     if source_path is None:
         rows += [("warning", warning) for warning in recipe.images.warnings()]
-        return DryRun(shown, [*rows, ("source", "give --source to count its images")])
+        return DryRun(shown, [*rows, ("source", "pass --source to count its images")])
     with ProgressLine() as progress:
         listed = {"progress": lambda done: progress("list", done, 0)}
         source = list_sources(source_path, recipe.source, recipe.companion_columns, **listed)
@@ -217,7 +217,7 @@ def describe_train(recipe: TrainRecipe, store_path: Path | str | None, device: t
     if refusal:
         return _text(shown, [*rows, ("cannot run yet", refusal)])
     if store_path is None and not recipe.data.turns:
-        return _text(shown, [*rows, ("store", "give --store to check that the model fits it")])
+        return _text(shown, [*rows, ("store", "pass --store to check that the model fits it")])
     turns, stores = recipe.turns(store_path), open_stores(recipe, store_path, Path(), None, lambda _: None)
     spec, _ = model_for_stores(recipe, stores)
     with torch.device("meta"):

@@ -248,5 +248,5 @@ def check_room(store: Path, num_bytes: int) -> None:
     if missing > free:
         raise ResourceError(
             f"store '{store}': the disk has {readable_size(free)} free, {readable_size(missing)} more are needed. Free "
-            "some space, give a --store on another disk, or make it smaller (store.dtype, store.text_dtype, vae.flip)."
+            "some space, pass a --store on another disk, or make it smaller (store.dtype, store.text_dtype, vae.flip)."
         )

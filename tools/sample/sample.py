@@ -122,12 +122,12 @@ def open_set(out: Path, description: dict[str, Any]) -> None:
     """
     if not (out / SET).is_file():
         if out.is_dir() and any(path.suffix in (".png", ".npz") for path in out.iterdir()):
-            raise RunError(f"folder '{out}': its images are not a set drawn by leandit. Give another --out.")
+            raise RunError(f"folder '{out}': its images are not a set drawn by leandit. Use another --out.")
         write_atomic(out / SET, canonical_json(description))
     sweep_strays(out)
     existing = read_json(out / SET)
     if not isinstance(existing, dict):
-        raise DamageError(f"folder '{out}': '{SET}' is damaged. Give another --out.")
+        raise DamageError(f"folder '{out}': '{SET}' is damaged. Use another --out.")
     for key in existing | description:
         before, now = existing.get(key), description.get(key)
         if before != now:

@@ -163,7 +163,7 @@ def check_request(snapshot: Snapshot, request: SampleRequest, sampler: str) -> N
     if request.image and not snapshot.spec.reference:
         raise RecipeError(f"--image: model '{snapshot.spec.name}' edits no image. Leave it out.")
     if request.image and not request.captions:
-        raise RecipeError("--image: expected a caption that says what to change. Give --caption.")
+        raise RecipeError("--image: expected a caption that says what to change. Pass --caption.")
     if sampler != "sde" and (request.diffusion, request.last_step) != ("sigma", "mean"):
         raise RecipeError("--diffusion, --last-step: only --sampler sde has them. Give it, or leave them out.")
     if snapshot.objective.kind != "flow" and request.shift is not None:

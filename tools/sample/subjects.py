@@ -158,7 +158,7 @@ class Captions:
         """
         if not self._stores:
             raise RunError(
-                f"run '{self._run}': its store is gone, so it has no captions or images to edit. Give --store, or "
+                f"run '{self._run}': its store is gone, so it has no captions or images to edit. Pass --store, or "
                 "--caption (with --image, if the model edits images)."
             )
         return self._stores[0]
@@ -205,7 +205,7 @@ class Captions:
         except EncoderError as error:
             raise EncoderError(
                 f"caption '{captions[0]}' is not in the store, and its {what} is not available: {error} "
-                "Use a caption of the store, or give --text PATH."
+                "Use a caption of the store, or pass --text PATH."
             ) from error
         if made["weights_sha256"] not in (encoder.identity.weights_sha256, UNKNOWN):
             raise EncoderError(f"text encoder '{section.model}': not the one that made the store. Check --text.")

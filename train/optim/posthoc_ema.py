@@ -99,7 +99,7 @@ def combine(run: Path, length: float, out: Path, *, step: int = 0) -> Combined:
         raise RunError(f"run '{run}': no averages of step {step}; there are {', '.join(map(str, found))}.")
     target = out / f"{SNAPSHOT}-{step}"
     if target.exists():
-        raise RunError(f"snapshot '{target}': it already exists. Give another --out.")
+        raise RunError(f"snapshot '{target}': it already exists. Use another --out.")
     wanted = Profile(step, length)
     read = {at: checkpoint.read(path) for at, path in found.items() if at <= step}
     stored = [Profile(at, each) for at, saved in read.items() for each in saved.state["lengths"]]

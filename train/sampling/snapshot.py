@@ -55,7 +55,7 @@ class Snapshot(SamplingModel):
 
     @property
     def warning(self) -> str | None:
-        """For the user, if the average is still much of what the run began with."""
+        """For the user, if much of the average is still the initial weights."""
         return checkpoint.young_average(self.path, self.state) if self.weights == "averaged" else None
 
     @property
@@ -76,10 +76,10 @@ def load_snapshot(
     """Load a snapshot of a run.
 
     Args:
-      step: of the snapshot; 0: the newest.
+      step: the snapshot's; 0: the newest.
       compiled: the blocks go through torch.compile.
-      frozen: where the weights lie that the adapters of the run were trained on; empty: where they were.
-      weights: "averaged", or "raw": those that were trained, of a step whose checkpoint is still there.
+      frozen: path of the weights that the run's adapters were trained on; empty: where they were.
+      weights: "averaged", or "raw": the trained ones, of a step whose checkpoint still exists.
     Raises: RunError: there is none, or its state is not valid; DamageError.
     """
     saved, source = _read(run, step, weights)

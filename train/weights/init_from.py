@@ -151,7 +151,7 @@ def merged_weights(snapshot: checkpoint.Saved, model: Denoiser, spec: ModelSpec,
     if (digest := hash_of(weights)) != trained_on.xxh3_128:
         raise RunError(
             f"snapshot '{snapshot.path}': its adapters were trained on the weights of '{trained_on.source}' with hash "
-            f"{trained_on.xxh3_128}, those of '{source}' have {digest}. Give the former with --base."
+            f"{trained_on.xxh3_128}, those of '{source}' have {digest}. Pass the former with --base."
         )
     for name, down in adapters.items():
         if name.endswith(DOWN):

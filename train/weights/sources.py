@@ -73,7 +73,7 @@ def model_folder(source: str, *, files: tuple[str, ...] = (CONFIG, WEIGHTS)) -> 
         if source.startswith((".", "/", "~")) or source.count("/") != 1:
             raise RunError(
                 f"model.init_from '{source}': no such folder, and not a hub id. Check the path. If weights "
-                "that adapters were trained on have moved, give their path with --set model.init_from=PATH to "
+                "that adapters were trained on have moved, pass their path with --set model.init_from=PATH to "
                 "their run, with --base PATH to other commands."
             )
         folder = _fetch(source, files)
@@ -98,7 +98,7 @@ def _fetch(hub_id: str, files: tuple[str, ...]) -> Path:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise RunError(
             f"model.init_from '{hub_id}': not a local folder, and not available from the hub ({reason}). Check the "
-            "name, log in with 'hf auth login', or give a folder."
+            "name, log in with 'hf auth login', or pass a folder."
         ) from error
 
 

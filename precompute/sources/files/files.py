@@ -272,7 +272,7 @@ class RemoteFiles(SourceFiles):
     def _list(self, folder: str) -> Mapping[str, Any]:
         if self._reader.is_http:  # a page of links may lack files, or have others
             raise SourceError(
-                f"source '{self.name}': no file, and HTTP cannot list a folder. Give a file (a .tar, a .parquet or a "
+                f"source '{self.name}': no file, and HTTP cannot list a folder. Pass a file (a .tar, a .parquet or a "
                 f"table), files of one folder with braces ('{self.name}/{{000..003}}.tar'), or a URL that can be "
                 "listed, such as s3:// or hf://."
             )
@@ -395,7 +395,7 @@ def open_files(source: Path | str) -> SourceFiles:
             continue
         if os.path.isdir(os.path.join(folders[0], name)):
             raise SourceError(
-                f"source '{pattern}': it matches the folder '{name}'; expected only files, such as *.tar. Give each "
+                f"source '{pattern}': it matches the folder '{name}'; expected only files, such as *.tar. Pass each "
                 f"folder as a --source of its own, or as one source '{folders[0]}', which holds them."
             )
         raise SourceError(f"source '{pattern}': there is no file '{name}' in '{folders[0]}'. Check the pattern.")

@@ -83,7 +83,7 @@ def folder_of_split(files: SourceFiles, settings: SourceSection) -> tuple[Source
         return files, []
     if len(holds_shards) > 1:
         raise SourceError(
-            f"source '{files.name}': several configurations: {', '.join(holds_shards)}. Give one of them, such as "
+            f"source '{files.name}': several configurations: {', '.join(holds_shards)}. Pass one of them, such as "
             f"--source {files.name}/{holds_shards[0]}."
         )
     if holds_shards:

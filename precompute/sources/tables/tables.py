@@ -94,7 +94,7 @@ def find_caption_table(files: SourceFiles, settings: SourceSection) -> str | Non
     tables = [name for name in names[:MAX_LISTS] if _names_images(files, name, settings)]
     if len(tables) > 1:
         raise SourceError(
-            f"source '{files.name}': several tables name its images: {', '.join(tables)}. Give the one to use, such as "
+            f"source '{files.name}': several tables name its images: {', '.join(tables)}. Pass the one to use, such as "
             f"--source '{files.name}/{tables[0]}'."
         )
     return next(iter(tables), None)
@@ -125,7 +125,7 @@ def root_elsewhere(files: SourceFiles, root: str) -> str | None:
     if not leaves_source(os.path.normpath(root)):
         return None
     if "://" in files.name and not os.path.isabs(root):
-        raise SourceError(f"source '{files.name}': source.root '{root}' lies outside it. Give the URL of that folder.")
+        raise SourceError(f"source '{files.name}': source.root '{root}' lies outside it. Pass the URL of that folder.")
     return os.path.join(os.path.dirname(files.name) if files.only else files.name, root)
 
 

@@ -185,7 +185,7 @@ def test_a_place_that_is_taken_or_too_small_or_lies_in_the_store_is_refused(
         with pytest.raises(StoreError, match="it already exists"):
             run(store, out)
     for out in (store, store / "new"):
-        with pytest.raises(StoreError, match="would lie in store"):
+        with pytest.raises(StoreError, match="would lie inside store"):
             run(store, out)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(ResourceError, match="--out on another disk"):

@@ -123,7 +123,7 @@ def test_the_records_that_fulfil_every_condition_train_and_no_others(
     stored = {i: record for i, record in enumerate(records) if record["stored"]}
     wanted = {i for i, record in stored.items() if reason(record) is None}
     if not wanted:
-        with pytest.raises(RecipeError, match="no key in common" if not stored and scored else "0 of .* Loosen"):
+        with pytest.raises(RecipeError, match="no key in common" if not stored and scored else "0 of .* Relax"):
             asked.select(store)
         return
     selection = asked.select(store)
@@ -166,8 +166,8 @@ def test_aspects_at_the_limits_are_inside_and_unknown_sizes_are_not() -> None:
     store = made_up_store([{"height_px": h, "width_px": w} for h, w in sizes])
     selection = RecordFilter(min_aspect=0.5, max_aspect=2.0).select(store)
     assert kept(selection, store) == {0, 1}
-    assert selection.describe() == "2 of 6 records train; filtered out: 4 by aspect"
-    assert RecordFilter().select(store).describe() == "6 of 6 records train; filtered out: none"
+    assert selection.describe() == "2 of 6 records are used; filtered out: 4 by aspect"
+    assert RecordFilter().select(store).describe() == "6 of 6 records are used; filtered out: none"
 
 
 # What is refused.
@@ -212,7 +212,7 @@ def test_a_score_table_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         table = ScoreTable(tmp_path / f"{name}.parquet", column, 1.0)
         with pytest.raises(RecipeError, match=said):
             RecordFilter(scores=table).select(store)
-    with pytest.raises(RecipeError, match=r"0 of 2 records train; filtered out: 1 by no_score, 1 by score\. Loosen"):
+    with pytest.raises(RecipeError, match=r"0 of 2 records are used; filtered out: 1 by no_score, 1 by score\. Relax"):
         RecordFilter(scores=ScoreTable(tmp_path / "good.parquet", "score", 2.0)).select(store)
 
 

@@ -253,7 +253,7 @@ def test_a_bucket_credentials_or_a_protocol_that_is_not_there_is_one_line(
         open_remote("s3://no-such-bucket/store", folder=tmp_path / "a")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    with pytest.raises(StoreError, match=r"may not be read.*credentials.*AWS_") as caught:
+    with pytest.raises(StoreError, match=r"cannot be accessed.*credentials.*AWS_") as caught:
         open_remote(f"{s3}/whole", folder=tmp_path / "b", options={"skip_instance_cache": True})
     assert "\n" not in str(caught.value)
     with pytest.raises(RecipeError, match=r"no-such-protocol.*Check the URL"):
@@ -371,7 +371,7 @@ def test_what_passes_is_tried_again_for_a_bounded_number_of_times(fault: Excepti
 @pytest.mark.parametrize(
     ("fault", "error", "words"),
     [
-        (PermissionError("Access Denied"), StoreError, "may not be read.*Access Denied.*credentials"),
+        (PermissionError("Access Denied"), StoreError, "cannot be accessed.*Access Denied.*credentials"),
         (FileNotFoundError("gone"), DamageError, "is missing"),
         (OSError(22, "bucket name"), StoreError, "cannot be read.*bucket name"),
         (OfALibrary(400), StoreError, "status 400"),

@@ -53,7 +53,7 @@ def test_a_store_and_its_encoder_may_move_together_and_the_fingerprint_stays(
     shutil.rmtree(moved / "models")
     failed = leandit("inspect", moved / "a", "--sheet", "sheet.png")
     assert isinstance(failed.exception, EncoderError)
-    assert "give it with --vae" in str(failed.exception)
+    assert "pass it with --vae" in str(failed.exception)
 
 
 @pytest.mark.usefixtures("quick")
@@ -99,7 +99,7 @@ def test_sample_and_export_find_the_vae_from_any_directory(
     assert leandit("export", home / "run", "--out", "exported", "--encoders").exit_code == 0
     assert Path("exported/vae/config.json").is_file()
     (home / "models").rename(elsewhere / "models")
-    assert "give it with --vae" in str(leandit(*drawn, "again").exception)
+    assert "pass it with --vae" in str(leandit(*drawn, "again").exception)
     failed = leandit("export", home / "run", "--out", "again", "--encoders")
-    assert "give it with --vae" in str(failed.exception)
+    assert "pass it with --vae" in str(failed.exception)
     assert leandit("export", home / "run", "--out", "again", "--encoders", "--vae", "models/vae").exit_code == 0

@@ -142,7 +142,7 @@ def test_latents_without_normalisation_are_those_of_the_vae() -> None:
 
 
 def test_a_store_without_statistics_says_how_to_get_them(label_store: LatentStore, tmp_path: Path) -> None:
-    advice = "An incomplete store has them when it is finished"
+    advice = "An incomplete store has them once it is finished"
     with pytest.raises(RecipeError, match=f"the store has none in its statistics.*{advice}"):
         normalised_as(label_store.spec.latent, "store")
     constant = LatentStatistics(count=4, channel_mean=[1.0] * 3, channel_std=[0.0, 1.0, 1.0])

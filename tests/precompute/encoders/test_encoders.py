@@ -244,7 +244,7 @@ def test_weights_with_the_old_names_of_attention_are_loaded(save: Save) -> None:
     ("model", "words"),
     [
         ("weights/vae.safetensors", "a single file, expected a folder with config.json. Load it with the library"),
-        ("taesd3_encoder.pth", "half of a TAESD, with the names of its publisher. Give the hub id, or a folder"),
+        ("taesd3_encoder.pth", "half of a TAESD, with the names of its publisher. Use the hub id, or a folder"),
         ("gone/away/vae.ckpt", "a single file, expected a folder with config.json. Load it with the library"),
         (
             "t5-small",
@@ -433,7 +433,7 @@ def test_a_caption_that_is_not_finite_is_encoded_again_in_float32(heals: bool, m
 
     monkeypatch.setattr(CaptionEncoder, "_forward", failing)
     if not heals:
-        with pytest.raises(EncoderError, match=r"float32 gave NaN or infinity for the caption 'a red square'"):
+        with pytest.raises(EncoderError, match=r"float32 produced NaN or infinity for the caption 'a red square'"):
             low.encode(captions)
         assert low.encode(captions, must_be_finite=False).is_finite.tolist() == [True, False, True]
         return

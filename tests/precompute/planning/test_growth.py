@@ -326,7 +326,7 @@ def test_an_unfinished_store_of_other_settings_says_that_it_must_be_finished_fir
     source, path = make_class_folder(tmp_path / "source", classes=1, per_class=3), tmp_path / "store"
     without_seal(lambda: run(source, path))
     before = tree_digest(path)
-    with pytest.raises(FingerprintMismatch, match="give another --store; or first finish this one"):
+    with pytest.raises(FingerprintMismatch, match="use another --store; or first finish this one"):
         run(source, path, label_recipe("vae.keep=mean"))
     assert tree_digest(path) == before
 

@@ -69,7 +69,7 @@ REFUSED: list[tuple[str, str, bytes | str, str]] = [  # kind, name and content o
     # No source, and what to do.
     ("auto", "x.xyz", "hello", rf"of no known kind.*{ANY}"),
     ("auto", "photos.zip", b"PK\x03\x04....", rf"an archive, or compressed.*unzip.*{ANY}"),
-    ("auto", "a.jpg", b"\xff\xd8\xff\xe0", rf"an image. Give the folder.*{ANY}"),
+    ("auto", "a.jpg", b"\xff\xd8\xff\xe0", rf"an image. Pass the folder.*{ANY}"),
     ("auto", "photos.tar.gz", GZIP, rf"compressed.*gunzip --keep.*tar -xf.*{ANY}"),
     ("auto", "photos.tar", GZIP, rf"compressed.*gunzip.*{ANY}"),
     ("auto", "model.pkl", b"\x80\x04", rf"a pickle is never opened.*{ANY}"),

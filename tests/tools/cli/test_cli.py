@@ -122,7 +122,7 @@ def test_a_url_as_an_output_is_refused_before_anything_is_done(command: str, opt
     assert (ended.code, ended.out, os.listdir()) == (2, "", [])
     words = " ".join(ended.err.replace("│", "").split())
     assert "'s3://bucket/out' is a URL" in words
-    assert "Give a folder" in words
+    assert "Pass a folder" in words
 
 
 def test_a_file_url_is_a_path(leandit: Leandit, label_store: LatentStore, tmp_path: Path) -> None:
@@ -149,12 +149,12 @@ MISTAKES = {  # the command, its exit code, and what its line begins with and ho
     "sample shelf --out o": (3, "'shelf' is a store, not a run.", "leandit train RECIPE --store shelf --run RUN"),
     "average nope --length 0.1 --out o": (3, "run 'nope': "),
     "evaluate nope --against run": (3, "'nope': there is no such run, store, folder or file"),
-    "evaluate run": (2, "evaluate: nothing to measure. Give a reference with --against"),
+    "evaluate run": (2, "evaluate: nothing to measure. Pass a reference with --against"),
     "evaluate run --against run --features ./nope": (2, "evaluate: 'run' is a run, so its images need a"),
     "evaluate . --against run --features ./nope": (3, "--features './nope': there is no such folder"),
     "inspect nope": (3, "store 'nope'"),
     "inspect nope --originals photos": (2, "inspect --originals: it takes no value", "'photos'", "--source PATH"),
-    "inspect nope --bucket 8x8": (2, "inspect: ", "Give --sheet"),
+    "inspect nope --bucket 8x8": (2, "inspect: ", "Pass --sheet"),
     "inspect nope --sheet s.png --originals": (2, "inspect --originals: the store", "--source PATH"),
     "inspect nope key --rejects": (2, "inspect --rejects: ", "Leave out KEY"),
     "inspect nope key --sheet s.png --class 3": (2, "inspect KEY: it shows one record"),
@@ -214,7 +214,7 @@ def test_a_warning_of_a_store_is_one_line(label_store: LatentStore, tmp_path: Pa
     (plan / "plan.json").write_text("{}")
     ended = run_forked(["-m", "leandit.tools.cli.main", "inspect", store], check=True)
     (line,) = [line for line in ended.stderr.splitlines() if "Revision 2" in line]
-    assert line.startswith(f"leandit: store '{store}': revision 1 is opened. Revision 2 was begun")
+    assert line.startswith(f"leandit: store '{store}': revision 1 is opened. Revision 2 was started")
 
 
 def test_the_installed_command_ends_with_the_code_of_the_error_and_shows_its_traceback_when_asked_for(
@@ -305,7 +305,7 @@ def test_a_store_grows_and_is_compacted(class_folder: Path, tmp_path: Path, lean
     assert "13 stored" in leandit(*command, "--drop-gone").out
     ended = leandit(*command, "--set", "vae.keep=mean")
     assert (ended.code, ended.out) == (3, "")
-    assert "give another --store" in " ".join(ended.err.split())
+    assert "use another --store" in " ".join(ended.err.split())
 
     before, new = tree_digest(store), tmp_path / "new"
     for _ in range(2):  # the second time it is there
@@ -429,7 +429,7 @@ def test_a_dry_run_counts_the_source_and_checks_the_store(
     for command, begin, words, answer in (
         ("precompute demo --source {} --store new", "[store]", ("14 records", "9 distinct"), "iB on this machine"),
         ("train demo --store {} --run new", "[model]", ("14 records", "pixart-tiny, 53.9 k parameters"), "64x64 "),
-        ("precompute imagenet-256", "[images]", (), "give --s"),
+        ("precompute imagenet-256", "[images]", (), "pass --s"),
         ("train dit-xl-2-256", "[optimizer]", (), "\ndevice "),
     ):
         place = caption_folder if "source" in command else caption_store.path

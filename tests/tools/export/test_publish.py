@@ -216,7 +216,7 @@ NAMELESS = "--private or --public: who may read it"
     [
         ({"private": None, "licence": " ", "encoder_licence": ""}, f"{NAMELESS}.*; --license.*; --encoder-license"),
         ({"url": "hf://datasets/one-name"}, "expected hf://datasets/OWNER/NAME"),
-        ({"url": f"hf://{NAME}"}, "is a store. Give hf://datasets/OWNER/NAME"),
+        ({"url": f"hf://{NAME}"}, "is a store. Pass hf://datasets/OWNER/NAME"),
         ({"url": "s3://bucket/images"}, "expected hf://"),
         *(({"branch": name}, "expected the name of a branch") for name in ("", "a b", "/a", "a//b", "../a", "-a")),
     ],

@@ -42,8 +42,8 @@ def test_what_the_recipe_asks_for_trains_and_what_is_filtered_out_is_said(
     of_class = np.flatnonzero(np.array(label_store.records["label"]) == 1).tolist()
     for model, overrides, wanted, words in (
         ("dit-s-4", (), list(range(len(keys))), None),
-        ("dit-s-4", ('data.labels=["n001"]',), of_class, "records train; filtered out"),
-        ("dit-s-4", ("data.labels=[1]",), of_class, "records train; filtered out"),
+        ("dit-s-4", ('data.labels=["n001"]',), of_class, "records are used; filtered out"),
+        ("dit-s-4", ("data.labels=[1]",), of_class, "records are used; filtered out"),
         ("dit-s-4", by_score, list(range(4, len(keys))), "4 by score"),
         ("pixart-tiny", ("data.max_aspect=0.9",), np.flatnonzero(aspects <= 0.9).tolist(), "by aspect"),
         ("pixart-tiny", ("data.min_aspect=0.9",), np.flatnonzero(aspects >= 0.9).tolist(), "by aspect"),

@@ -145,7 +145,7 @@ def test_other_frozen_weights_are_refused_by_the_names_of_both_and_they_may_move
     run_to(lora(moved), caption_store, run)
     assert lines(run)[-1]["loss"] == lines(tuned["pixart-tiny"])[-1]["loss"]
     shutil.move(moved, tmp_path / "again")
-    with pytest.raises(RunError, match=r"no such folder.*have moved, give their path with --set model.init_from=PATH"):
+    with pytest.raises(RunError, match=r"no such folder.*have moved, pass their path with --set model.init_from=PATH"):
         run_to(lora(moved), caption_store, run)
     with pytest.raises(RunError, match=r"moved/snapshot-2', which is not there.*--base PATH.*export .*run.*--merged"):
         load_snapshot(run, CPU)

@@ -133,8 +133,8 @@ def test_a_store_has_the_filter_that_stands_with_it_else_that_of_the_section(her
     run_to(recipe, said=said)
     counts = [Counter(LatentStore(name).record_columns(("label",))["label"].to_pylist()) for name in ("photos", "art")]
     assert [line.split(": ")[1] for line in said] == [
-        f"{counts[0][0]} of 24 records train; filtered out",
-        f"{counts[1][1] + counts[1][2]} of 15 records train; filtered out",
+        f"{counts[0][0]} of 24 records are used; filtered out",
+        f"{counts[1][1] + counts[1][2]} of 15 records are used; filtered out",
     ]
 
 

@@ -31,7 +31,7 @@ def plan_train(
         typer.Option(
             parser=path_or_url,
             metavar="PATH",
-            help="Store to train on, unless the recipe names stores; or give --resolution.",
+            help="Store to train on, unless the recipe names stores; or pass --resolution.",
         ),
     ] = None,
     resolution: Annotated[
@@ -54,7 +54,7 @@ def plan_train(
     Example: leandit plan train dit-xl-2-256 --resolution 256 --gpus 8 --gpu A100-40
     """
     if store and resolution:
-        raise RecipeError("plan train: a store has its own resolution. Give either --store or --resolution.")
+        raise RecipeError("plan train: a store has its own resolution. Pass either --store or --resolution.")
     from ....train.config import load
     from ...plan.strategies import with_ds_config
     from ...plan.training import plan as make_plan

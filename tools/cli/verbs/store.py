@@ -51,11 +51,11 @@ def inspect(
     """
     is_chosen, is_of_sheet = bucket or class_, bucket or class_ or originals or source
     contradictions = {
-        f"inspect --originals: it takes no value, so '{key}' is the key of a record. Give the images that the "
+        f"inspect --originals: it takes no value, so '{key}' is the key of a record. Pass the images that the "
         "store was made from with --source PATH.": originals and key and not source,
-        "inspect: --bucket, --class, --originals and --source apply only to a contact sheet. Give --sheet.": is_of_sheet
+        "inspect: --bucket, --class, --originals and --source apply only to a contact sheet. Pass --sheet.": is_of_sheet
         and not sheet,
-        "inspect --originals: the store does not hold the source images. Give --source PATH.": originals and not source,
+        "inspect --originals: the store does not hold the source images. Pass --source PATH.": originals and not source,
         "inspect --rejects: it lists all rejects. Leave out KEY, --bucket and --class.": rejects and (key or is_chosen),
         "inspect KEY: it shows one record. Leave out --bucket and --class.": key and is_chosen,
     }

@@ -156,7 +156,7 @@ def _read_manifest(run: Path) -> _Manifest:
     except FileNotFoundError as error:
         raise DamageError(
             f"run '{run}': it has no {RUN}, so it has not trained; the output of 'leandit average' has no metrics. "
-            "Give the run itself."
+            "Pass the run itself."
         ) from error
     except ValidationError as error:
         problem = error.errors()[0]

@@ -118,7 +118,7 @@ def _listen(port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ResourceError(
-            f"port {port} of {ADDRESS}: {error.strerror}. Give another one with --port, or 0."
+            f"port {port} of {ADDRESS}: {error.strerror}. Use another one with --port, or 0."
         ) from error
     return listener
 

@@ -153,7 +153,7 @@ class StoreSite:
         record, number = self._stored(request), request.path_params["number"]
         row = widen_latents(self._store.latents(record.bucket or "")[record.row])
         if number >= len(row):
-            raise RowOutOfRange(f"record '{record.key}': channel {number} out of range, there are {len(row)}")
+            raise RowOutOfRange(f"record '{record.key}': channel {number} out of range: it has {len(row)}")
         return Response(webp(latent_pixels(row[number : number + 1])), media_type="image/webp", headers=KEEP)
 
     def _feature(self, request: Request) -> Response:

@@ -238,7 +238,7 @@ class StoreTables:
         for position in positions:
             if not 0 <= position < self.num_records:
                 where = f"store '{self._store.path}'"
-                raise RowOutOfRange(f"{where}: record {position} out of range, there are {self.num_records}")
+                raise RowOutOfRange(f"{where}: record {position} out of range: it has {self.num_records}")
         rows = self._at("SELECT * FROM records", positions)
         return [rows[position] for position in positions]
 

@@ -76,9 +76,9 @@ def check_options(request: EvaluateRequest) -> None:
     """Raise RecipeError for an option that would change nothing."""
     of_reference = {"--source": request.source, "--against-num": request.most, "--keep-statistics": request.keep}
     if not request.against and (unused := [name for name, value in of_reference.items() if value]):
-        raise RecipeError(f"{unused[0]}: only a reference has it. Give one with --against, or leave it out.")
+        raise RecipeError(f"{unused[0]}: only a reference has it. Pass one with --against, or leave it out.")
     if request.captions and not request.clip:
-        raise RecipeError("--captions: they are for the CLIP score. Give a CLIP with --clip, or leave them out.")
+        raise RecipeError("--captions: they are for the CLIP score. Pass a CLIP with --clip, or leave them out.")
     sides = [path for path in (request.target, request.against) if path and path.is_dir()]
     if request.crop_px and all(is_run(path) or (path / GROUP).is_file() for path in sides):
         raise RecipeError("--crop: it crops folders of images, and neither side is one. Leave it out.")
@@ -192,7 +192,7 @@ def clip_score(request: EvaluateRequest, clip: ClipScore, target: ImageSet, prog
     folder = request.out if request.out and is_run(request.target) else request.target
     file = request.captions or next((folder / name for name in (RESULT, METADATA) if (folder / name).is_file()), None)
     if file is None:
-        raise RecipeError(f"--clip: '{folder}' has neither {RESULT} nor {METADATA}. Give the captions with --captions.")
+        raise RecipeError(f"--clip: '{folder}' has neither {RESULT} nor {METADATA}. Pass the captions with --captions.")
     captions = read_captions(file, target.names or list(map(str, range(target.count))))
 
     def compute(pixels: list[np.ndarray], numbers: np.ndarray) -> np.ndarray:

@@ -155,7 +155,7 @@ def source_images(store: LatentStore, source: Sequence[str]) -> ImageSet:
     if buckets:
         raise SourceError(
             f"store '{store.path}': {len(buckets)} of its records are not in the source, the first is "
-            f"'{next(iter(buckets))}'. Give the images that it was made from with --source."
+            f"'{next(iter(buckets))}'. Pass the images that it was made from with --source."
         )
 
     def place_of(number: int) -> tuple[ImagePlace, tuple[int, int]]:
@@ -210,7 +210,7 @@ def read_captions(file: Path, names: Sequence[str]) -> list[str]:
     Raises: SourceError: it has no caption for an image.
     """
     if not file.is_file():
-        raise SourceError(f"captions '{file}': there is no such file. Give one with --captions.")
+        raise SourceError(f"captions '{file}': there is no such file. Pass one with --captions.")
     if file.suffix == ".jsonl":
         with open(file, "rb") as lines:
             by_name = dict(_caption_of(file, number, line) for number, line in enumerate(lines, 1))

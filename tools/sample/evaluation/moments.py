@@ -128,7 +128,7 @@ def check_kept(file: Npz, **expected: Mapping[str, Any]) -> None:
         kept = described.get(what) or {}
         if any(kept.get(key) != wanted.get(key) for key in (kept.keys() | wanted.keys()) - PLACES):
             raise RecipeError(
-                f"'{file.path}': its statistics are of {what} {kept or None}, this command has {wanted}. Give another "
+                f"'{file.path}': its statistics are of {what} {kept or None}, this command has {wanted}. Use another "
                 f"file, or the same {what}."
             )
 

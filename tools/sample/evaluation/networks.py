@@ -111,7 +111,7 @@ def _open_inception(name: str, resize: Resize, device: torch.device) -> Network:
         looked = ", ".join(f"'{place}'" for place in places)
         raise EncoderError(
             f"{FEATURES} {name}: there is no file {looked}. Fetch {INCEPTION_FILES[0]} from the releases of "
-            "torch-fidelity (github.com/toshas/torch-fidelity, v0.2.0), and give it with --features FILE; or give the "
+            "torch-fidelity (github.com/toshas/torch-fidelity, v0.2.0), and pass it with --features FILE; or give the "
             "folder of a vision model, such as DINOv2."
         )
     with torch.device("meta"):

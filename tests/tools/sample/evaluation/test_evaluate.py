@@ -122,8 +122,8 @@ def test_the_statistics_of_a_reference_are_computed_once(here: Path, tmp_path: P
     for against, options, words in (
         (kept, {"most": 5}, "--against-num 5.* statistics.*Leave it out"),
         (kept, {"keep": tmp_path / "k.npz"}, "--keep-statistics.* statistics.*Leave it out"),
-        (kept, wide, r"kept\.npz': its statistics are of network .* Give another file, or the same network"),
-        (here / "noise", {"keep": kept}, r"kept\.npz': its statistics are of images .* Give another file"),
+        (kept, wide, r"kept\.npz': its statistics are of network .* Use another file, or the same network"),
+        (here / "noise", {"keep": kept}, r"kept\.npz': its statistics are of images .* Use another file"),
     ):
         with pytest.raises(RecipeError, match=words):
             measured(here / "other", against, here, **options)
