@@ -20,16 +20,6 @@ from faults import without_seal
 from filelock import FileLock
 from forked import start_server, stop_server
 from hypothesis import HealthCheck, settings
-from making import (
-    Ended,
-    Leandit,
-    caption_recipe,
-    label_recipe,
-    loaded_encoders,
-    make_caption_folder,
-    make_class_folder,
-    shrink_models,
-)
 from stores import Everything, copy_of, everything_in, make_everything, make_grown, noise_store, small_shards
 
 from leandit.datasets.format.schema import FeatureSpec
@@ -143,29 +133,31 @@ def _kept_decoders() -> Iterator[None]:
 def tiny_models() -> Iterator[None]:
     """DiT-S and the "-tiny" models shrunk to milliseconds a step."""
     with pytest.MonkeyPatch.context() as patch:
-        shrink_models(patch)
+        making.shrink_models(patch)
         yield
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Encoders, which a precompute takes a second to load, are loaded once."""
-    monkeypatch.setattr(pipeline, "load_encoders", lambda recipe, device: loaded_encoders(recipe.vae, recipe.text))
+    monkeypatch.setattr(
+        pipeline, "load_encoders", lambda recipe, device: making.loaded_encoders(recipe.vae, recipe.text)
+    )
 
 
 @pytest.fixture
-def leandit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Leandit:
+def leandit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> making.Leandit:
     """Run a command in this process, in an empty folder."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("LEANDIT_QUIET", "")  # a command sets it for its own processes; put back after the test
 
-    def run(*arguments: object) -> Ended:
+    def run(*arguments: object) -> making.Ended:
         monkeypatch.setattr(sys, "argv", ["leandit", *map(str, arguments)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
             main()
-        return Ended(int(end.value.code or 0), *capsys.readouterr())
+        return making.Ended(int(end.value.code or 0), *capsys.readouterr())
 
     return run
 
@@ -207,31 +199,33 @@ def golden_store(golden: Golden, name: str, recipe: PrecomputeRecipe, source: Pa
 @pytest.fixture(scope="session")
 def class_folder(golden: Golden) -> Path:
     """3 classes of 5 images."""
-    return golden("classes", lambda folder: make_class_folder(folder / "train")) / "train"
+    return golden("classes", lambda folder: making.make_class_folder(folder / "train")) / "train"
 
 
 @pytest.fixture(scope="session")
 def caption_folder(golden: Golden) -> Path:
     """14 captioned images in three aspect ratios."""
-    return golden("captions", lambda folder: make_caption_folder(folder / "images")) / "images"
+    return golden("captions", lambda folder: making.make_caption_folder(folder / "images")) / "images"
 
 
 @pytest.fixture(scope="session")
 def label_store(class_folder: Path, golden: Golden) -> LatentStore:
     """A store of 15 labelled records, one bucket 32x32."""
-    return golden_store(golden, "label-store", label_recipe(), class_folder)
+    return golden_store(golden, "label-store", making.label_recipe(), class_folder)
 
 
 @pytest.fixture(scope="session")
 def caption_store(caption_folder: Path, golden: Golden) -> LatentStore:
     """A store of 14 captioned records in three buckets."""
-    return golden_store(golden, "caption-store", caption_recipe(), caption_folder)
+    return golden_store(golden, "caption-store", making.caption_recipe(), caption_folder)
 
 
 @pytest.fixture(scope="session")
 def unsealed_store(caption_folder: Path, golden: Golden) -> Path:
     """The caption store with all its shards, before its seal."""
-    return golden("unsealed", lambda path: without_seal(lambda: making.encode(caption_recipe(), caption_folder, path)))
+    return golden(
+        "unsealed", lambda path: without_seal(lambda: making.encode(making.caption_recipe(), caption_folder, path))
+    )
 
 
 @pytest.fixture

@@ -16,22 +16,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import harness
 import pytest
 from faults import processes_of_session
-from harness import (
-    IMAGE_SIZES,
-    Scenario,
-    assert_true_so_far,
-    assert_whole,
-    check_dies,
-    check_fails,
-    check_lost_files,
-    check_order,
-    check_short_writes,
-    compact_command,
-    make_small,
-    precompute_command,
-)
 from stores import ImageSource
 
 from leandit.datasets.disk.files import Failpoint
@@ -49,51 +36,55 @@ TRIALS = pytest.mark.parametrize(
 )
 
 
-def points(scenario: Scenario, step: int) -> range:
+def points(scenario: harness.Scenario, step: int) -> range:
     return range(START % step, len(scenario.operations), step)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        make_small(patch)
+        harness.make_small(patch)
         yield
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> Scenario:
+def first(tmp_path_factory: pytest.TempPathFactory) -> harness.Scenario:
     """A first precompute."""
     place = tmp_path_factory.mktemp("first")
-    return Scenario(place, precompute_command(ImageSource(place / "source", 6, IMAGE_SIZES).root)).undisturbed()
+    return harness.Scenario(
+        place, harness.precompute_command(ImageSource(place / "source", 6, harness.IMAGE_SIZES).root)
+    ).undisturbed()
 
 
 @pytest.fixture(scope="module")
-def growth(tmp_path_factory: pytest.TempPathFactory) -> Scenario:
+def growth(tmp_path_factory: pytest.TempPathFactory) -> harness.Scenario:
     """A second revision: two records new, one changed, one gone and dropped, one with another caption."""
     place = tmp_path_factory.mktemp("growth")
-    source = ImageSource(place / "source", 6, IMAGE_SIZES)
-    outcome = Scenario(place, precompute_command(source.root)).run(place / "before")
+    source = ImageSource(place / "source", 6, harness.IMAGE_SIZES)
+    outcome = harness.Scenario(place, harness.precompute_command(source.root)).run(place / "before")
     assert outcome.code == 0, outcome.message
     for number, seed in ((8, 8), (9, 9), (1, 101)):
         source.put(number, seed=seed)
     source.drop(3)
     source.describe(0, " and a cat")
     source.write()
-    command = precompute_command(source.root, options=Options(drop_gone=True))
-    return Scenario(place, command, place / "before").undisturbed()
+    command = harness.precompute_command(source.root, options=Options(drop_gone=True))
+    return harness.Scenario(place, command, place / "before").undisturbed()
 
 
 @pytest.fixture(scope="module")
-def compaction(growth: Scenario, tmp_path_factory: pytest.TempPathFactory) -> Scenario:
+def compaction(growth: harness.Scenario, tmp_path_factory: pytest.TempPathFactory) -> harness.Scenario:
     """The compaction of a store with two revisions, into another one."""
     place = tmp_path_factory.mktemp("compaction")
     shutil.copytree(growth.before, place / "before")  # pyright: ignore[reportArgumentType]
     outcome = growth.run(place / "before")
     assert outcome.code == 0, outcome.message
-    return Scenario(place, compact_command, place / "before").undisturbed()
+    return harness.Scenario(place, harness.compact_command, place / "before").undisturbed()
 
 
-def test_the_undisturbed_runs_are_worth_disturbing(first: Scenario, growth: Scenario, tmp_path: Path) -> None:
+def test_the_undisturbed_runs_are_worth_disturbing(
+    first: harness.Scenario, growth: harness.Scenario, tmp_path: Path
+) -> None:
     """Several shards of each kind, both kinds of reject; and every operation of the I/O layer occurs."""
     with first.store() as path:
         committed = first.run(path).value["committed"]
@@ -128,36 +119,36 @@ DISTURBED = [
 def test_a_death_or_an_error_at_any_operation_ends_cleanly_and_the_next_run_comes_out_the_same(
     name: str, kind: str, step: int, request: pytest.FixtureRequest
 ) -> None:
-    scenario: Scenario = request.getfixturevalue(name)
+    scenario: harness.Scenario = request.getfixturevalue(name)
     if kind == "die":
-        check_dies(scenario, points(scenario, step))
+        harness.check_dies(scenario, points(scenario, step))
     else:
-        assert check_fails(scenario, kind, points(scenario, step)) > 0
+        assert harness.check_fails(scenario, kind, points(scenario, step)) > 0
 
 
 @pytest.mark.parametrize("step", [pytest.param(150, id="sample"), pytest.param(1, id="all", marks=LONG)])
-def test_a_resume_that_dies_too_comes_out_the_same(first: Scenario, step: int) -> None:
+def test_a_resume_that_dies_too_comes_out_the_same(first: harness.Scenario, step: int) -> None:
     """The second death comes soon after the start of the resume, at another place each time."""
-    check_dies(first, points(first, step), again_at=lambda at: at * 7 % 40)
+    harness.check_dies(first, points(first, step), again_at=lambda at: at * 7 % 40)
 
 
-def test_writes_that_the_system_takes_in_pieces_come_out_the_same(first: Scenario) -> None:
-    assert check_short_writes(first) > 30
+def test_writes_that_the_system_takes_in_pieces_come_out_the_same(first: harness.Scenario) -> None:
+    assert harness.check_short_writes(first) > 30
 
 
-def test_every_file_is_durable_before_the_next_is_begun(first: Scenario, growth: Scenario) -> None:
-    assert check_order(first) > 30
-    assert check_order(growth) > 20
+def test_every_file_is_durable_before_the_next_is_begun(first: harness.Scenario, growth: harness.Scenario) -> None:
+    assert harness.check_order(first) > 30
+    assert harness.check_order(growth) > 20
 
 
 # --- kill -9 ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kills", [pytest.param(3, id="3 kills"), pytest.param(200, id="200 kills", marks=LONG)])
-def test_a_process_group_killed_at_any_time_loses_and_doubles_nothing(first: Scenario, kills: int) -> None:
+def test_a_process_group_killed_at_any_time_loses_and_doubles_nothing(first: harness.Scenario, kills: int) -> None:
     """With the real decoder children, which must not outlive their parent."""
     rng = random.Random(START)
-    command = precompute_command(first.place / "source", real_decoders=True)
+    command = harness.precompute_command(first.place / "source", real_decoders=True)
     scenario = replace(first, command=command)
     began = time.monotonic()
     with scenario.store() as store:
@@ -180,8 +171,8 @@ def test_a_process_group_killed_at_any_time_loses_and_doubles_nothing(first: Sce
                 if outcome.code == 0:
                     break
                 assert outcome.died, outcome.message
-                assert_true_so_far(store, scenario, said)
-            assert_whole(store, scenario, said)
+                harness.assert_true_so_far(store, scenario, said)
+            harness.assert_whole(store, scenario, said)
             keys = LatentStore(store).records["key"].to_pylist()
             assert sorted(keys) == sorted({f"images/{i}.png" for i in range(8)})
         stores += 1
@@ -205,7 +196,7 @@ def assert_gone(session: int) -> None:
 @pytest.mark.parametrize("kind", ["first", "growth"])
 def test_two_coordinators_make_one_store(kind: str, trials: int, request: pytest.FixtureRequest) -> None:
     """Whether they begin together or at what a dead one left; that a shard is made twice is allowed, and rare."""
-    scenario: Scenario = request.getfixturevalue(kind)
+    scenario: harness.Scenario = request.getfixturevalue(kind)
     made = twice = 0
     rng = random.Random(START)
     for trial in range(trials):
@@ -221,13 +212,13 @@ def test_two_coordinators_make_one_store(kind: str, trials: int, request: pytest
             tasks = collections.Counter(tuple(task) for one in outcomes for task in one.value["committed"])
             made += len(tasks)
             twice += sum(number - 1 for number in tasks.values())
-            assert_whole(store, scenario, f"trial {trial}")
+            harness.assert_whole(store, scenario, f"trial {trial}")
     print(f"{made} shards made by two, {twice} of them twice")
     assert twice <= made // 4, f"{twice} of {made}"
 
 
 @TRIALS
-def test_when_one_of_two_coordinators_is_killed_the_other_finishes(first: Scenario, trials: int) -> None:
+def test_when_one_of_two_coordinators_is_killed_the_other_finishes(first: harness.Scenario, trials: int) -> None:
     rng = random.Random(START)
     for trial in range(trials):
         with first.store() as store:
@@ -239,12 +230,12 @@ def test_when_one_of_two_coordinators_is_killed_the_other_finishes(first: Scenar
             outcome = other.wait()
             assert outcome.code == 0, outcome.message
             assert first.run(store).code == 0  # sweeps what was half written when the other had already looked
-            assert_whole(store, first, f"trial {trial}")
+            harness.assert_whole(store, first, f"trial {trial}")
 
 
 @pytest.mark.parametrize("ending", [signal.SIGCONT, signal.SIGKILL], ids=["goes on", "killed"])
 def test_a_coordinator_that_stands_still_is_not_waited_for(
-    first: Scenario, ending: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    first: harness.Scenario, ending: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "PATIENCE_SECONDS", 0.5)
     monkeypatch.setattr(leases, "LEASE_SECONDS", 1.0)  # it may stand still while it plans
@@ -262,13 +253,15 @@ def test_a_coordinator_that_stands_still_is_not_waited_for(
         outcome = stuck.wait()
         assert outcome.code == (0 if ending == signal.SIGCONT else -signal.SIGKILL), outcome.message
         assert first.run(store).code == 0
-        assert_whole(store, first, "after the other woke up")
+        harness.assert_whole(store, first, "after the other woke up")
 
 
 # --- A lying disk -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", [pytest.param(40, id="sample"), pytest.param(1, id="all", marks=LONG)])
-def test_whatever_file_an_unfinished_store_loses_the_next_run_comes_out_the_same(first: Scenario, step: int) -> None:
+def test_whatever_file_an_unfinished_store_loses_the_next_run_comes_out_the_same(
+    first: harness.Scenario, step: int
+) -> None:
     """As after a loss of power on a disk that does not keep its word: empty, full of zeros, or gone."""
-    assert check_lost_files(first, step=step, start=START) > 0
+    assert harness.check_lost_files(first, step=step, start=START) > 0

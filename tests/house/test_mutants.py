@@ -13,20 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import harness
 import pytest
 from faults import start
-from harness import (
-    IMAGE_SIZES,
-    Scenario,
-    assert_whole,
-    check_dies,
-    check_lost_files,
-    check_order,
-    make_small,
-    precompute_command,
-    replace_function,
-    rewrite,
-)
 from stores import ImageSource
 
 from leandit.datasets.disk import files, strays
@@ -44,44 +33,48 @@ Change = Callable[[], None] | None
 @pytest.fixture(scope="module", autouse=True)
 def _small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        make_small(patch)
+        harness.make_small(patch)
         yield
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> Scenario:
+def first(tmp_path_factory: pytest.TempPathFactory) -> harness.Scenario:
     """A first precompute by the code as it is."""
     place = tmp_path_factory.mktemp("first")
-    return Scenario(place, precompute_command(ImageSource(place / "source", 6, IMAGE_SIZES).root)).undisturbed()
+    return harness.Scenario(
+        place, harness.precompute_command(ImageSource(place / "source", 6, harness.IMAGE_SIZES).root)
+    ).undisturbed()
 
 
 # --- Checks -----------------------------------------------------------------------------------------------------------
 
 
-def same_bytes(first: Scenario, change: Change) -> Scenario:
+def same_bytes(first: harness.Scenario, change: Change) -> harness.Scenario:
     """Nobody disturbs it, and it comes out as ever; returns the changed scenario."""
     changed = replace(first, change=change)
     with changed.store() as store:
         outcome = changed.run(store)
         assert outcome.code == 0, outcome.message
-        assert_whole(store, first, "undisturbed")
+        harness.assert_whole(store, first, "undisturbed")
     return replace(changed, operations=outcome.operations, fsyncs=outcome.fsyncs)
 
 
-def crash_points(first: Scenario, change: Change) -> None:
+def crash_points(first: harness.Scenario, change: Change) -> None:
     """Dying around the commit of one shard, around the seal, and in the plan."""
     changed = same_bytes(first, change)
     names = list(changed.operations)
     record = [i for i, name in enumerate(names) if name == "rename 000000.json"][-1]
-    check_dies(changed, [*range(record - 14, record + 2, 2), record + 1, *range(len(names) - 14, len(names), 3), 4, 9])
+    harness.check_dies(
+        changed, [*range(record - 14, record + 2, 2), record + 1, *range(len(names) - 14, len(names), 3), 4, 9]
+    )
 
 
-def right_order(first: Scenario, change: Change) -> None:
-    check_order(same_bytes(first, change))
+def right_order(first: harness.Scenario, change: Change) -> None:
+    harness.check_order(same_bytes(first, change))
 
 
-def lost_shards_are_made_again(first: Scenario, change: Change) -> None:
-    check_lost_files(replace(first, change=change), only="latents/c/1/|embeddings/c/0")
+def lost_shards_are_made_again(first: harness.Scenario, change: Change) -> None:
+    harness.check_lost_files(replace(first, change=change), only="latents/c/1/|embeddings/c/0")
 
 
 CHECKS = (crash_points, right_order, lost_shards_are_made_again)
@@ -92,7 +85,7 @@ def mark(check: Callable[..., Any]) -> pytest.MarkDecorator:
 
 
 @pytest.mark.parametrize("check", [pytest.param(it, marks=mark(it), id=it.__name__) for it in CHECKS])
-def test_the_code_as_it_is_passes(check: Callable[[Scenario, Change], None], first: Scenario) -> None:
+def test_the_code_as_it_is_passes(check: Callable[[harness.Scenario, Change], None], first: harness.Scenario) -> None:
     check(first, None)
 
 
@@ -100,11 +93,11 @@ def test_the_code_as_it_is_passes(check: Callable[[Scenario, Change], None], fir
 
 
 def rewritten(owner: Any, name: str, *changes: tuple[str, str]) -> Callable[[], None]:
-    return lambda: rewrite(owner, name, *changes)
+    return lambda: harness.rewrite(owner, name, *changes)
 
 
 def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Callable[[], None]:
-    return lambda: replace_function(owner, name, function)
+    return lambda: harness.replace_function(owner, name, function)
 
 
 def is_committed_by_its_files(self: StoreWriter, task: tuple[str, int]) -> bool:
@@ -128,7 +121,7 @@ def noise_is_keyed_by_process() -> None:
 
 def lease_stands_for_a_commit() -> None:
     missing = "if not self.is_committed(task)]", "if not (self.is_committed(task) or self._leased(task))]"
-    rewrite(StoreWriter, "missing_tasks", missing)
+    harness.rewrite(StoreWriter, "missing_tasks", missing)
 
     def leased(self: StoreWriter, task: tuple[str, int]) -> bool:
         part, shard = task
@@ -145,7 +138,7 @@ NAMES = "for name in [name for name in files if name != MANIFEST]:"
 EARLY = 'write_unless_same(root / f"{prefix}{MANIFEST}", files[MANIFEST])'
 SEAL = "write_seal(self.root, files, manifest)"
 
-MUTANTS: dict[str, tuple[Callable[[], None], Callable[[Scenario, Change], Any]]] = {
+MUTANTS: dict[str, tuple[Callable[[], None], Callable[[harness.Scenario, Change], Any]]] = {
     "commit record before its data": (
         rewritten(
             StoreWriter,
@@ -187,10 +180,7 @@ MUTANTS: dict[str, tuple[Callable[[], None], Callable[[Scenario, Change], Any]]]
         rewritten(commits, "read_commit", ("if check_bytes and", "if False and")),
         lost_shards_are_made_again,
     ),
-    "manifest before the tables": (
-        rewritten(seal, "write_seal", (NAMES, f"{EARLY}\n    {NAMES}")),
-        right_order,
-    ),
+    "manifest before the tables": (rewritten(seal, "write_seal", (NAMES, f"{EARLY}\n    {NAMES}")), right_order),
     "plan is removed before the manifest": (
         rewritten(StoreWriter, "seal", (SEAL, f"finish_seal(self.root, manifest)\n        {SEAL}")),
         right_order,
@@ -214,7 +204,7 @@ SHOWN = ("commit record before its data", "folder is not synced")  # that deaths
     ],
 )
 def test_a_mutant_is_caught(
-    mutant: Callable[[], None], check: Callable[[Scenario, Change], Any], first: Scenario
+    mutant: Callable[[], None], check: Callable[[harness.Scenario, Change], Any], first: harness.Scenario
 ) -> None:
     applies = start(mutant).wait()
     assert applies.code == 0, applies.message  # else every check would fail, for the wrong reason

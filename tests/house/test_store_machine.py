@@ -19,15 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from faults import start
-from harness import (
-    IMAGE_SIZES,
-    InProcessDecoders,
-    compact_command,
-    make_small,
-    precompute_command,
-    recipe,
-    tree,
-)
+from harness import IMAGE_SIZES, InProcessDecoders, compact_command, make_small, precompute_command, recipe, tree
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (

@@ -26,18 +26,8 @@ from leandit.train.parallel.engine import Engine
 CUDA = torch.device("cuda:0")
 aten: Any = torch.ops.aten
 # Their results have a size that only the device knows, or are numbers of Python.
-WAITS = {
-    aten._local_scalar_dense,
-    aten.nonzero,
-    aten.masked_select,
-    aten.repeat_interleave,
-    aten._unique2,
-    aten.unique_dim,
-    aten.unique_consecutive,
-    aten.equal,
-    aten.is_nonzero,
-    aten.bincount,
-}
+WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.repeat_interleave, aten._unique2}
+WAITS |= {aten.unique_dim, aten.unique_consecutive, aten.equal, aten.is_nonzero, aten.bincount}
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 COPIES = {aten._to_copy, aten.copy_, aten.copy, aten.lift_fresh_copy}
 

@@ -37,20 +37,11 @@ from leandit.datasets.disk import files
 
 # What most processes of tests import in any case, so that no child has to.
 IMPORTED = (
-    "torch._dynamo",
-    "torch._inductor",
-    "transformers.models.t5.modeling_t5",
-    "diffusers.models.autoencoders.autoencoder_kl",
+    *("torch._dynamo", "torch._inductor", "torch.utils.tensorboard", "numpy.ma", "pyarrow.dataset"),
+    *("transformers.models.t5.modeling_t5", "diffusers.models.autoencoders.autoencoder_kl"),
     "diffusers.models.transformers.pixart_transformer_2d",  # and peft
-    "leandit.precompute.pipeline",
-    "leandit.precompute.unchanged",
-    "leandit.tools.cli.commands",
-    "leandit.tools.terminal.progress",
-    "leandit.tools.sample.sample",
-    "leandit.train.loop",
-    "numpy.ma",
-    "pyarrow.dataset",
-    "torch.utils.tensorboard",
+    *("leandit.precompute.pipeline", "leandit.precompute.unchanged", "leandit.tools.cli.commands"),
+    *("leandit.tools.terminal.progress", "leandit.tools.sample.sample", "leandit.train.loop"),
 )
 MAX_REQUEST_BYTES = 1 << 17
 MAX_FDS = 8  # its three files, its status, and those that it is passed

@@ -54,15 +54,8 @@ CAPTION_RECIPE = ['images.buckets=["48x80", "64x64", "80x48"]', "vae.batch_size=
 TINY_SD3 = sd3.size(3, 2, 16, positions=16, dual=1)  # a block of each shape
 FLOW = "objective.kind=flow"
 ADAMW = "optimizer.name=adamw"  # as nearly all recipes; that of the demo takes Muon
-TRAIN_RECIPE = [
-    "run.steps=6",
-    "run.global_batch=8",
-    "run.precision=fp32",
-    "run.log_every=1",
-    "run.checkpoint_every=3",
-    "run.ema_decay=0.9",
-    "optimizer.lr=1e-3",
-]
+TRAIN_RECIPE = ["run.steps=6", "run.global_batch=8", "run.precision=fp32", "run.log_every=1", "run.checkpoint_every=3"]
+TRAIN_RECIPE += ["run.ema_decay=0.9", "optimizer.lr=1e-3"]
 
 
 def smooth_image(seed: int, height_px: int = 40, width_px: int = 56) -> Image.Image:
@@ -214,19 +207,9 @@ def lasting_digest(root: Path) -> dict[str, bytes]:
 def latent_spec(kind: Any, dtype: str = "float16", *, shift: list[float], scale: list[float]) -> LatentSpec:
     """A spec of unflipped latents of 8 px, of one channel for each shift."""
     posterior, channels = kind in POSTERIORS, len(shift)
-    return LatentSpec(
-        array="moments" if posterior else "latents",
-        kind=kind,
-        channels=channels,
-        stored_channels=2 * channels if posterior else channels,
-        downscale=8,
-        dtype=dtype,
-        shift=shift,
-        scale=scale,
-        flip=False,
-        batch_size=1,
-        tile_px=0,
-    )
+    stored = {"array": "moments", "stored_channels": 2 * channels} if posterior else {"array": "latents"}
+    plain: dict[str, Any] = {"downscale": 8, "flip": False, "batch_size": 1, "tile_px": 0, "stored_channels": channels}
+    return LatentSpec(**plain | stored, kind=kind, channels=channels, dtype=dtype, shift=shift, scale=scale)
 
 
 SHARD_ROWS = 4  # of the arrays below

@@ -92,26 +92,11 @@ def report_line(number: int, num_lines: int = LINES) -> dict[str, Any]:
     loss = 2.0 - share
     held_out = {"loss": loss + 0.1, "averaged_loss": loss + 0.05, "num_images": 8, "seconds": 1.0, "share": 0.005}
     held_out |= {"loss_by_time": [loss] * 8, "averaged_loss_by_time": [loss - 0.1] * 8}
-    return {
-        "step": step,
-        "num_images": step * 8,
-        "epoch": 0,
-        "loss": loss,
-        "grad_norm": 0.5,
-        "learning_rate": 1e-4,
-        "seconds_per_step": 0.5,
-        "images_per_second": 16.0,
-        "tokens_per_second": 256.0,
-        "mfu": 0.4,
-        "data_wait_share": 0.001,
-        "gpu_busy_share": 0.99,
-        "memory_gib": 3.0,
-        "skipped_steps": 0,
-        "loss_scale": None,
-        "loss_by_time": [loss] * 10,
-        "loss_terms": {},
-        "held_out": held_out if number % 4 == 0 else None,
-    }
+    line = {"step": step, "num_images": step * 8, "epoch": 0, "loss": loss, "grad_norm": 0.5, "learning_rate": 1e-4}
+    line |= {"seconds_per_step": 0.5, "images_per_second": 16.0, "tokens_per_second": 256.0, "mfu": 0.4}
+    line |= {"data_wait_share": 0.001, "gpu_busy_share": 0.99, "memory_gib": 3.0, "skipped_steps": 0}
+    line |= {"loss_scale": None, "loss_by_time": [loss] * 10, "loss_terms": {}}
+    return line | {"held_out": held_out if number % 4 == 0 else None}
 
 
 def make_run(

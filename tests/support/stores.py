@@ -310,18 +310,10 @@ FOUR_STAGES = {"block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "norm_
 
 
 def text_spec(kind: str, tokens: int, width: int, pooled_width: int = 0, *, full_length: bool = True) -> TextSpec:
-    return TextSpec(
-        kind=kind,  # pyright: ignore[reportArgumentType]
-        width=width,
-        max_tokens=tokens,
-        dtype="float16",
-        template="",
-        batch_size=1,
-        output="both" if pooled_width else "tokens",
-        full_length=full_length,
-        attend_padding=full_length and kind == "t5",
-        pooled_width=pooled_width,
-    )
+    plain: dict[str, Any] = {"kind": kind, "dtype": "float16", "template": "", "batch_size": 1}
+    plain |= {"output": "both" if pooled_width else "tokens", "pooled_width": pooled_width}
+    plain |= {"full_length": full_length, "attend_padding": full_length and kind == "t5"}
+    return TextSpec(width=width, max_tokens=tokens, **plain)
 
 
 TEXTS = {"clip_l": text_spec("clip", 7, 8, 6), "clip_g": text_spec("clip", 7, 12, 10), "t5": text_spec("t5", 9, 32)}
@@ -342,25 +334,15 @@ def encoder_recipe(models: Path) -> PrecomputeRecipe:
     save_clip(models / "clip_l", projected=True)
     save_clip(models / "clip_g", projected=True, pad="!", seed=9)
     save_t5(models / "t5")
-    save_autoencoder(
-        models / "vae",
-        "kl",
-        **FOUR_STAGES,
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        scaling_factor=1.5305,
-        shift_factor=0.0609,
-    )
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+    save_autoencoder(models / "vae", "kl", **FOUR_STAGES, **blocks, scaling_factor=1.5305, shift_factor=0.0609)
     places = ("subfolder=text_encoder", "tokenizer_subfolder=tokenizer", "full_length=true", "dtype=float32")
     of_each = {
         "clip_l": ("kind=clip", "output=both", "max_tokens=77"),
         "clip_g": ("kind=clip", "output=both", "max_tokens=77"),
         "t5": ("kind=t5", "attend_padding=true", "max_tokens=24"),
     }
-    texts = [
-        f"text.{name}.{setting}"
-        for name, settings in of_each.items()
-        for setting in (f"model={models / name}", *places, *settings)
-    ]
+    settings = {name: (f"model={models / name}", *places, *own) for name, own in of_each.items()}
+    texts = [f"text.{name}.{setting}" for name, own in settings.items() for setting in own]
     vae = (f"vae.model={models / 'vae'}", "vae.dtype=float32")
     return caption_recipe("text.kind=none", *vae, *texts, "store.text_dtype=float32")

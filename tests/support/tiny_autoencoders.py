@@ -10,56 +10,25 @@ import torch
 
 from leandit.precompute.encoders.autoencoders import name_siglip_layers
 
-KL: dict[str, Any] = {
-    "block_out_channels": (8, 16),
-    "down_block_types": ("DownEncoderBlock2D",) * 2,
-    "up_block_types": ("UpDecoderBlock2D",) * 2,
-    "layers_per_block": 1,
-    "norm_num_groups": 4,
-    "latent_channels": 3,
-    "mid_block_add_attention": False,
-}
-TINY = {
-    "encoder_block_out_channels": (8, 8, 8),
-    "decoder_block_out_channels": (8, 8, 8),
-    "num_encoder_blocks": (1, 1, 1),
-    "num_decoder_blocks": (1, 1, 1),
-    "latent_channels": 5,
-}
-DC = {
-    "latent_channels": 8,
-    "attention_head_dim": 4,
-    "encoder_block_types": ("ResBlock",) * 4,
-    "decoder_block_types": ("ResBlock",) * 4,
-    "encoder_block_out_channels": (8, 8, 16, 16),
-    "decoder_block_out_channels": (8, 8, 16, 16),
-    "encoder_layers_per_block": (1, 1, 1, 1),
-    "decoder_layers_per_block": (1, 1, 1, 1),
-    "encoder_qkv_multiscales": ((), (), (), ()),
-    "decoder_qkv_multiscales": ((), (), (), ()),
-}
-FRAMES = {
-    "base_dim": 8,
-    "z_dim": 4,
-    "dim_mult": [1, 2],
-    "num_res_blocks": 1,
-    "temperal_downsample": [True],
-    "latents_mean": [0.5, -1.0, 0.25, 2.0],
-    "latents_std": [2.0, 0.5, 1.5, 3.0],
-}
+KL: dict[str, Any] = {"block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 3}
+KL |= {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+KL |= {"mid_block_add_attention": False}
+TINY = {"encoder_block_out_channels": (8,) * 3, "decoder_block_out_channels": (8,) * 3, "latent_channels": 5}
+TINY |= {"num_encoder_blocks": (1, 1, 1), "num_decoder_blocks": (1, 1, 1)}
+DC = {"latent_channels": 8, "attention_head_dim": 4}
+DC |= {f"{part}_block_types": ("ResBlock",) * 4 for part in ("encoder", "decoder")}
+DC |= {f"{part}_block_out_channels": (8, 8, 16, 16) for part in ("encoder", "decoder")}
+DC |= {f"{part}_layers_per_block": (1,) * 4 for part in ("encoder", "decoder")}
+DC |= {f"{part}_qkv_multiscales": ((),) * 4 for part in ("encoder", "decoder")}
+FRAMES = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2], "num_res_blocks": 1, "temperal_downsample": [True]}
+FRAMES |= {"latents_mean": [0.5, -1.0, 0.25, 2.0], "latents_std": [2.0, 0.5, 1.5, 3.0]}
 WAN = FRAMES | {"scale_factor_spatial": 2}
 WAN_PATCHED = WAN | {"dim_mult": [1, 1], "patch_size": 2, "in_channels": 12, "out_channels": 12, "is_residual": True}
-RAE = {
-    "encoder_hidden_size": 64,
-    "encoder_num_hidden_layers": 1,
-    "decoder_hidden_size": 32,
-    "decoder_num_hidden_layers": 1,
-    "decoder_num_attention_heads": 2,
-    "decoder_intermediate_size": 64,
-    "encoder_input_size": 56,  # of 14 px patches: 4 by 4
-    "latents_mean": [[[0.25 * channel]] for channel in range(64)],
-    "latents_std": [[[1.0 + 0.125 * channel]] for channel in range(64)],
-}
+RAE = {"encoder_hidden_size": 64, "encoder_num_hidden_layers": 1, "decoder_hidden_size": 32}
+RAE |= {"decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2, "decoder_intermediate_size": 64}
+RAE |= {"encoder_input_size": 56}  # of 14 px patches: 4 by 4
+RAE |= {"latents_mean": [[[0.25 * channel]] for channel in range(64)]}
+RAE |= {"latents_std": [[[1.0 + 0.125 * channel]] for channel in range(64)]}
 FAMILIES: dict[str, tuple[Any, dict[str, Any], int]] = {  # class, config, downscale
     "kl": (diffusers.AutoencoderKL, KL, 2),
     "tiny": (diffusers.AutoencoderTiny, TINY, 4),

@@ -9,31 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.nn.functional import interpolate
-from transformers import (
-    AutoTokenizer,
-    CLIPConfig,
-    CLIPModel,
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
-    Dinov2Config,
-    Dinov2Model,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Mistral3Config,
-    Mistral3ForConditionalGeneration,
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    T5Config,
-    T5EncoderModel,
-    UMT5Config,
-    UMT5EncoderModel,
-)
 
 TEXTS = ["a red circle", "a cat", "two cats sleep on a big red sofa near the window of a house by the sea", "a dog"]
 WORDS = [*TEXTS, "describe the image by its color, shape, size: system user assistant reasons about", "an AI that sees"]
@@ -71,12 +49,16 @@ def save_t5(folder: Path, *, kind: str = "t5") -> None:
     )
     core.train_from_iterator(WORDS, trainer)
     core.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=64
     )
     tokenizer.save_pretrained(folder / "tokenizer")
     torch.manual_seed(1)
-    config, model_class = (T5Config, T5EncoderModel) if kind == "t5" else (UMT5Config, UMT5EncoderModel)
+    config, model_class = (
+        (transformers.T5Config, transformers.T5EncoderModel)
+        if kind == "t5"
+        else (transformers.UMT5Config, transformers.UMT5EncoderModel)
+    )
     sizes = T5_SIZES | {"feed_forward_proj": "gated-gelu", "initializer_factor": 1.5}
     model_class(config(vocab_size=len(tokenizer), **sizes)).eval().save_pretrained(folder / "text_encoder")
 
@@ -100,7 +82,7 @@ def save_clip(folder: Path, *, projected: bool, pad: str = "<|endoftext|>", seed
     named = special | {"pad_token": pad, "tokenizer_class": "CLIPTokenizer", "model_max_length": 77}
     (place / "tokenizer_config.json").write_text(json.dumps(named))
     torch.manual_seed(seed)
-    config = CLIPTextConfig(
+    config = transformers.CLIPTextConfig(
         vocab_size=len(vocabulary),
         projection_dim=24,
         max_position_embeddings=77,
@@ -109,7 +91,7 @@ def save_clip(folder: Path, *, projected: bool, pad: str = "<|endoftext|>", seed
         eos_token_id=len(vocabulary) - 1,
         **{key: value for key, value in SIZES.items() if key != "initializer_range"},
     )
-    model = CLIPTextModelWithProjection(config) if projected else CLIPTextModel(config)
+    model = transformers.CLIPTextModelWithProjection(config) if projected else transformers.CLIPTextModel(config)
     model.eval().save_pretrained(folder / "text_encoder")
 
 
@@ -118,8 +100,8 @@ def save_qwen3(folder: Path) -> None:
     tokenizer = _byte_level(QWEN_SPECIAL, pad_token="<|endoftext|>", chat_template=QWEN_CHAT)
     tokenizer.save_pretrained(folder / "tokenizer")
     torch.manual_seed(2)
-    config = Qwen3Config(vocab_size=len(tokenizer) + 8, **SIZES, **HEADS)
-    Qwen3ForCausalLM(config).eval().save_pretrained(folder / "text_encoder")
+    config = transformers.Qwen3Config(vocab_size=len(tokenizer) + 8, **SIZES, **HEADS)
+    transformers.Qwen3ForCausalLM(config).eval().save_pretrained(folder / "text_encoder")
 
 
 def save_qwen_vl(folder: Path) -> None:
@@ -130,8 +112,8 @@ def save_qwen_vl(folder: Path) -> None:
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
     text = SIZES | {"num_key_value_heads": 2, "vocab_size": len(tokenizer) + 8, "rope_parameters": rope}
     vision = {"depth": 1, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 16, "num_heads": 2}
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision)
-    Qwen2_5_VLForConditionalGeneration(config).eval().save_pretrained(folder / "text_encoder")
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+    transformers.Qwen2_5_VLForConditionalGeneration(config).eval().save_pretrained(folder / "text_encoder")
 
 
 def save_mistral3(folder: Path, *, padding_side: str) -> None:
@@ -147,8 +129,8 @@ def save_mistral3(folder: Path, *, padding_side: str) -> None:
     text = {"model_type": "mistral", "vocab_size": len(tokenizer), **SIZES, **HEADS}
     vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 4}
-    config = Mistral3Config(text_config=text, vision_config=vision)
-    Mistral3ForConditionalGeneration(config).eval().save_pretrained(folder / "text_encoder")
+    config = transformers.Mistral3Config(text_config=text, vision_config=vision)
+    transformers.Mistral3ForConditionalGeneration(config).eval().save_pretrained(folder / "text_encoder")
 
 
 def save_gemma2(folder: Path, *, sliding_window: int = 4096) -> None:
@@ -161,11 +143,11 @@ def save_gemma2(folder: Path, *, sliding_window: int = 4096) -> None:
     tokenizer.save_pretrained(folder / "tokenizer")
     torch.manual_seed(5)
     more = {"attn_logit_softcapping": 1.0, "sliding_window": sliding_window}
-    config = Gemma2Config(vocab_size=len(tokenizer), **more, **SIZES, **HEADS)
-    Gemma2ForCausalLM(config).eval().save_pretrained(folder / "text_encoder")
+    config = transformers.Gemma2Config(vocab_size=len(tokenizer), **more, **SIZES, **HEADS)
+    transformers.Gemma2ForCausalLM(config).eval().save_pretrained(folder / "text_encoder")
 
 
-def _byte_level(special: list[str], **options: Any) -> PreTrainedTokenizerFast:
+def _byte_level(special: list[str], **options: Any) -> transformers.PreTrainedTokenizerFast:
     """A byte-level BPE."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -176,15 +158,15 @@ def _byte_level(special: list[str], **options: Any) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     core.train_from_iterator(WORDS, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=core, **options)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, **options)
 
 
 def make_dinov2(folder: Path, *, width: int = 8, deviation: float = 0.02) -> Path:
     """A random DINOv2 of two blocks with patches of 14 px; with larger weights, images differ more."""
     torch.manual_seed(0)
     sizes = {"hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56, "patch_size": 14}
-    config = Dinov2Config(**sizes, initializer_range=deviation)
-    model = Dinov2Model(config)
+    config = transformers.Dinov2Config(**sizes, initializer_range=deviation)
+    model = transformers.Dinov2Model(config)
     with torch.no_grad():
         model.embeddings.position_embeddings.normal_()
     model.save_pretrained(folder, safe_serialization=True)
@@ -202,8 +184,8 @@ class TinyClip:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._model = CLIPModel.from_pretrained(folder).eval()
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._model = transformers.CLIPModel.from_pretrained(folder).eval()
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 
     def score(self, pixels: np.ndarray, caption: str) -> float:
         """100 * max(cosine, 0) of a square image (height, width, 3) uint8 and its caption, without padding."""
@@ -223,7 +205,9 @@ def make_clip(folder: Path) -> TinyClip:
     vision = {key: value for key, value in SIZES.items() if key != "initializer_range"}
     vision |= {"image_size": SIDE_PX, "patch_size": 16, "initializer_factor": 4.0, "projection_dim": 24}
     torch.manual_seed(0)
-    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)).eval()
+    model = transformers.CLIPModel(
+        transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)
+    ).eval()
     model.save_pretrained(folder)
     said = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "crop_size": SIDE_PX}
     (folder / "preprocessor_config.json").write_text(json.dumps(said))

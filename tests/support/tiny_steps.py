@@ -20,18 +20,9 @@ RECIPES = {
     "sana": ("sana-600m-512", ("model.name=sana-tiny",)),
     "sd3": ("sd3.5-medium-512", ("model.name=sd3-tiny",)),
 }
-ALIGNED = {  # with features of the store, routed tokens and a class token
-    "aligned": (
-        "sit-xl-2-256-reg",
-        (
-            "model.name=DiT-S/2",
-            "align.dinov2.block=1",
-            "routing.kind=tread",
-            "routing.first_block=1",
-            "routing.last_block=1",
-        ),
-    )
-}
+ROUTED = ("routing.kind=tread", "routing.first_block=1", "routing.last_block=1")
+# With features of the store, routed tokens and a class token.
+ALIGNED = {"aligned": ("sit-xl-2-256-reg", ("model.name=DiT-S/2", "align.dinov2.block=1", *ROUTED))}
 KINDS = {"sd3": 3}  # of blocks: with two attentions, with one, and the last one, which gives no captions; others have 1
 BUCKETS = ("64x64", "48x80", "32x64", "96x32", "80x64")  # each with another number of tokens, else they share code
 LENGTHS = (5, 60, 64, 65, 128)  # of the longest caption of a batch: two, once they are padded

@@ -17,22 +17,8 @@ from page_reader import PageReader, canonical_hash
 from pydantic import BaseModel
 from stores import Everything
 
+from leandit.datasets.format import schema
 from leandit.datasets.format.layout import RevisionLayout
-from leandit.datasets.format.schema import (
-    FORMAT_VERSION,
-    CheckedImage,
-    EncoderIdentity,
-    FileEntry,
-    ImageSpec,
-    LatentSpec,
-    LatentStatistics,
-    LocalFile,
-    Manifest,
-    Origin,
-    SelfCheck,
-    StoreSpec,
-    TextSpec,
-)
 from leandit.datasets.format.table_schemas import REJECT_REASONS
 from leandit.datasets.format.zarr_shard import ArrayLayout
 from leandit.datasets.store import LatentStore
@@ -115,21 +101,26 @@ def test_every_path_that_the_writer_makes_is_in_the_tree(name: str, request: pyt
         assert {"captions/null/zarr.json", "buckets/HxW/features/NAME/cls_scales_flip/zarr.json"} <= made
 
 
-NESTED = {"images": ImageSpec, "latent": LatentSpec, "text": TextSpec, "text_encoder": EncoderIdentity}
+NESTED = {
+    "images": schema.ImageSpec,
+    "latent": schema.LatentSpec,
+    "text": schema.TextSpec,
+    "text_encoder": schema.EncoderIdentity,
+}
 
 
 def test_every_key_of_the_spec_is_named_and_those_of_a_plain_store_are_there(caption_store: LatentStore) -> None:
-    for key in keys_of(StoreSpec):
+    for key in keys_of(schema.StoreSpec):
         assert key in quoted(row_of(2, key)), key
     for key, model in NESTED.items():
         assert keys_of(model) - quoted(row_of(2, key)) == set()
     assert row_of(2, "vae") == row_of(2, "text_encoder")
-    assert all(kind in quoted(row_of(3, kind)) for kind in get_args(LatentSpec.model_fields["kind"].annotation))
+    assert all(kind in quoted(row_of(3, kind)) for kind in get_args(schema.LatentSpec.model_fields["kind"].annotation))
     found = json.loads((caption_store.path / "zarr.json").read_bytes())["attributes"]["leandit"]
     given = {"class_names", "texts", "features", "companions", "sample_captions"}  # to other stores
-    assert found.keys() == keys_of(StoreSpec) - given
-    assert found["format_version"] == FORMAT_VERSION
-    assert TEXT.startswith(f"# The store on disk, format version {FORMAT_VERSION}\n")
+    assert found.keys() == keys_of(schema.StoreSpec) - given
+    assert found["format_version"] == schema.FORMAT_VERSION
+    assert TEXT.startswith(f"# The store on disk, format version {schema.FORMAT_VERSION}\n")
     # Of further crops, of imported and patchified latents, and of unusual text encoders.
     absent = {"variants", "variant_zoom", "decoding", "patchify", "output", "full_length", "attend_padding"}
     absent |= {"instruction", "layers", "drop_prefix_tokens", "pooled_width"}
@@ -161,14 +152,16 @@ def test_every_column_of_the_tables_is_named_with_its_type(caption_store: Latent
 
 def test_every_key_of_the_files_of_a_revision_is_named(caption_store: LatentStore) -> None:
     manifest, local = quoted(paragraph(5, "`manifest.json`")), quoted(paragraph(5, "`local.json`"))
-    assert keys_of(Manifest) | keys_of(FileEntry) | {field.name for field in fields(ArrayLayout)} <= manifest
-    assert keys_of(LatentStatistics) <= quoted(paragraph(5, "`statistics`"))
-    assert keys_of(SelfCheck) | keys_of(CheckedImage) <= quoted(paragraph(5, "`self_check`"))
-    assert keys_of(LocalFile) | keys_of(Origin) <= local
+    assert (
+        keys_of(schema.Manifest) | keys_of(schema.FileEntry) | {field.name for field in fields(ArrayLayout)} <= manifest
+    )
+    assert keys_of(schema.LatentStatistics) <= quoted(paragraph(5, "`statistics`"))
+    assert keys_of(schema.SelfCheck) | keys_of(schema.CheckedImage) <= quoted(paragraph(5, "`self_check`"))
+    assert keys_of(schema.LocalFile) | keys_of(schema.Origin) <= local
     root = caption_store.path / OWN
-    assert json.loads((root / "manifest.json").read_bytes()).keys() == keys_of(Manifest) - {"self_check"}
+    assert json.loads((root / "manifest.json").read_bytes()).keys() == keys_of(schema.Manifest) - {"self_check"}
     said = json.loads((root / "local.json").read_bytes())
-    assert said.keys() == keys_of(LocalFile)
+    assert said.keys() == keys_of(schema.LocalFile)
     assert said.pop("sha256") == canonical_hash(said)
     for path in (root / "twin").iterdir():
         assert path.read_bytes() == (root / path.name).read_bytes()
