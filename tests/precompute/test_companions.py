@@ -349,30 +349,6 @@ def test_images_in_the_rows_of_parquet_have_their_companions_there(
     assert encode(with_companions("vae.batch_size=1"), tmp_path / "rows", tmp_path / "store").num_encoded == 0
 
 
-def test_another_table_lists_the_same_companions(folder: Path) -> None:
-    columns = with_companions().companion_columns
-    expected = [record.companions for record in list_source(folder, companions=columns).records]
-    assert [path for path, *_ in expected[3]] == ["copies/3.png", "edits/3.png", "masks/3.png"]
-    rows = [{name: value for name, value in row.items() if name != "captions"} for row in read_metadata(folder)]
-    rows[1]["mask"] = ""
-    (folder / "metadata.jsonl").unlink()
-    lines = [",".join(rows[0]), *(",".join(row.values()) for row in rows)]
-    (folder / "metadata.csv").write_text("\n".join(lines) + "\n")
-    listed = list_source(folder, companions=columns)
-    assert [one.companions for i, one in enumerate(listed.records) if i > 1] == expected[2:]
-    problem = "companion 'mask': the row names no image; expected its path as text in UTF-8"
-    assert listed.records[1].problem == ("bad_metadata", problem)
-
-
-def test_rows_of_one_image_with_other_companions_are_not_merged(folder: Path) -> None:
-    rows = read_metadata(folder)[:2]
-    write_metadata(folder, [rows[0], rows[0] | {"captions": ["more"]}, rows[1], rows[1] | {"mask": "masks/5.png"}])
-    first, second, third = list_source(folder, companions={"mask": "mask"}).records
-    assert (first.problem, first.captions[-1], second.problem) == (None, "more", None)
-    assert third.problem == ("duplicate_key", "record 2 of the source has the same key")
-    assert len(list_source(folder).records) == 2
-
-
 def test_a_source_without_such_a_column_is_refused(source: Path, tmp_path: Path) -> None:
     columns = {"depth": "depth"}
     with pytest.raises(SourceError, match=r"no column 'depth'\. Its columns: .*'mask'"):

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 from image_files import adm_by_hand
-from making import CPU, encode, label_recipe, train_recipe
+from making import CPU, encode, label_recipe
 from PIL import Image
-from runs import run_to
 from stores import deep
 
 from leandit.datasets.batches.latents import final_latents, mean_latents
@@ -18,7 +17,6 @@ from leandit.datasets.errors import RecipeError
 from leandit.datasets.format.token_dtypes import narrow_latents, widen_latents
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.verify import verify_store
-from leandit.datasets.revisions.latent_statistics import statistics_of
 from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.tools.inspection.images import LatentDecoder
@@ -80,35 +78,18 @@ def test_batches_statistics_and_images_are_of_float32_but_for_the_rounding(store
     assert described["finite"]
 
 
-def test_a_position_of_zeros_counts_and_an_empty_row_does_not(stores: dict[str, LatentStore]) -> None:
-    spec = stores["int8"].spec.latent
-    latents = np.random.default_rng(0).normal(size=(4, spec.channels, 2, 2)).astype(np.float32)
-    latents[1, :, 0] = 0
-    rows = narrow_latents(latents)
-    expected = statistics_of([widen_latents(rows)], spec.model_copy(update={"dtype": "float32"}))
-    rows_and_empty = np.concatenate([rows, np.zeros_like(rows[:1])])
-    assert statistics_of([rows_and_empty], spec) == expected
-
-
-def test_it_is_verified_encoded_again_bit_for_bit_and_trained_on(
-    stores: dict[str, LatentStore], class_folder: Path, tmp_path: Path
-) -> None:
+def test_it_is_verified_and_encoded_again_bit_for_bit(stores: dict[str, LatentStore], class_folder: Path) -> None:
     root = stores["int8"].path
     assert not verify_store(root).findings
     found = deep(root, class_folder)
     assert (found.num_exact, found.num_close, found.findings) == (found.num_records, 0, [])
-    reports = run_to(train_recipe(), stores["int8"], tmp_path / "run")
-    assert [one.step for one in reports] == list(range(1, 7))
 
 
-def test_a_posterior_is_refused(class_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r'store\.dtype "int8".*vae\.keep = "mean"'):
-        encode(label_recipe("store.dtype=int8"), class_folder, tmp_path / "moments")
-
-
-def test_what_is_not_finite_is_rejected_and_counts_for_no_statistics(
+def test_moments_are_refused_and_what_is_not_finite_is_rejected_and_counts_for_no_statistics(
     class_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(RecipeError, match=r'store\.dtype "int8".*vae\.keep = "mean"'):
+        encode(label_recipe("store.dtype=int8"), class_folder, tmp_path / "moments")
     forward = ImageEncoder._forward
 
     def failing(self: ImageEncoder, pixels: np.ndarray) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -168,24 +167,6 @@ def test_a_repair_that_is_killed_goes_on(step: int, plain: tuple[ImageSource, Pa
         assert tree_digest(work) == tree_digest(plain[1])
 
 
-@pytest.mark.parametrize("rounds", [4, pytest.param(40, marks=pytest.mark.slow)])
-def test_several_faults_at_once_never_make_it_worse(
-    rounds: int, grown: tuple[ImageSource, Path], tmp_path: Path
-) -> None:
-    rng, mended_all = random.Random(4), 0
-    for _ in range(rounds):
-        root = copy_of(grown[1], tmp_path / "store")
-        for path in rng.sample(files_of(grown[1]), rng.randrange(2, 6)):
-            DAMAGES[rng.choice(WAYS[:3])][0](root / path)
-        before = {finding.path for finding in verify_store(root).findings}
-        intact = {*files_of(grown[1])} - before
-        left = {finding.path for finding in mended(root, grown[0].root)[0].findings}
-        mended_all += not left
-        for path in intact:
-            assert (root / path).read_bytes() == (grown[1] / path).read_bytes()
-    assert mended_all >= rounds * 2 // 3
-
-
 def test_an_unfinished_store_is_for_precompute_to_finish_and_a_pending_seal_is_made(
     plain: tuple[ImageSource, Path], tmp_path: Path
 ) -> None:
@@ -217,18 +198,6 @@ def test_another_encoder_is_refused_and_foreign_files_are_named_and_left(
     found, _ = mended(root, plain[0].root)
     assert [(finding.path, finding.cause) for finding in found.findings] == [("notes.txt", "stray")]
     assert tree_digest(root) == tree_digest(plain[1]) | {"notes.txt": b"mine"}
-
-
-@pytest.mark.parametrize("name", ["grown", "flipped"])
-def test_encoding_again_gives_the_same_bits(name: str, request: pytest.FixtureRequest) -> None:
-    images, store = request.getfixturevalue(name)
-    opened, found = LatentStore(store), deep(store, images.root)
-    assert opened.manifest is not None
-    num_captions = opened.captions.num_rows
-    assert (found.num_records, found.num_captions) == (opened.manifest.num_stored, num_captions)
-    assert (found.findings, found.num_close, found.num_exact) == ([], 0, found.num_records + num_captions)
-    few = deep(store, images.root, num_records=3, seed=5)
-    assert (few.num_records, few.num_captions, few.num_exact) == (3, 3, 6)
 
 
 def test_deep_names_a_changed_image_and_finds_no_fault_in_the_store(

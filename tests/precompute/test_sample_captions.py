@@ -1,10 +1,8 @@
-"""Own prompts (``captions.sample``): captions that no record has, encoded like every caption, for images while a run
-trains."""
+"""Own prompts (``captions.sample``): captions that no record has, encoded like every caption."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import making
@@ -15,7 +13,7 @@ from making import CPU, caption_recipe, label_recipe, no_progress, store_digest,
 from runs import HOLDOUT, run_to
 from safetensors import safe_open
 from safetensors.torch import load_file
-from stores import checked
+from stores import checked, copy_of
 
 from leandit.datasets.batches.captions import Captions
 from leandit.datasets.batches.latents import denormalise
@@ -40,11 +38,6 @@ def encode(source: Path, store: Path, *overrides: str) -> Report:
     return making.encode(caption_recipe(*overrides), source, store)
 
 
-@pytest.fixture(scope="module")
-def grown(caption_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return shutil.copytree(caption_store.path, tmp_path_factory.mktemp("grown") / "store")
-
-
 def embedding(store: LatentStore, text: str) -> bytes:
     (number,) = store.find_captions([text])
     assert number is not None
@@ -52,9 +45,9 @@ def embedding(store: LatentStore, text: str) -> bytes:
 
 
 def test_a_new_store_and_a_grown_one_hold_the_same_sample_captions_and_no_record_has_them(
-    caption_folder: Path, caption_store: LatentStore, grown: Path, tmp_path: Path
+    caption_folder: Path, caption_store: LatentStore, tmp_path: Path
 ) -> None:
-    num_captions = caption_store.num_captions
+    num_captions, grown = caption_store.num_captions, copy_of(caption_store.path, tmp_path / "grown")
     encode(caption_folder, tmp_path / "one", with_captions(FOX, f" {SNOW} ", FOX))
     encode(caption_folder, tmp_path / "two", with_captions(FOX, SNOW))
     assert store_digest(tmp_path / "one") == store_digest(tmp_path / "two")
@@ -87,11 +80,6 @@ def test_a_damaged_sample_caption_is_repaired_and_compaction_keeps_it(caption_fo
     kept = LatentStore(tmp_path / "compact")
     assert kept.spec.sample_captions == [FOX]
     assert embedding(kept, FOX) == embedding(LatentStore(root), FOX)
-
-
-def test_sample_captions_need_a_text_encoder() -> None:
-    with pytest.raises(RecipeError, match=r"captions\.sample needs a text encoder"):
-        label_recipe(with_captions(FOX))
 
 
 @pytest.mark.usefixtures("tiny_models")
@@ -127,3 +115,5 @@ def test_a_caption_that_no_store_has_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
     with pytest.raises(RecipeError, match=r"model 'DiT-S/4' takes labels"):
         train_recipe("dit-s-4", *own)
+    with pytest.raises(RecipeError, match=r"captions\.sample needs a text encoder"):
+        label_recipe(with_captions(FOX))

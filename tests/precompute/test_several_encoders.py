@@ -27,7 +27,7 @@ from stores import content, small_shards
 from tiny_models import make_dinov2, save_clip
 
 from leandit.datasets.disk import files
-from leandit.datasets.errors import EncoderError, FingerprintMismatch, RecipeError, SourceError, StoreError, UnknownKey
+from leandit.datasets.errors import EncoderError, FingerprintMismatch, RecipeError, StoreError, UnknownKey
 from leandit.datasets.format.token_dtypes import StoredTokens, widen
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.compact import compact
@@ -265,36 +265,6 @@ def test_pooled_vectors_are_stored_beside_tokens_or_alone(source: Path, tmp_path
     compact(tmp_path / "store", tmp_path / "compact", progress=lambda *_: None)
     assert verify_store(tmp_path / "compact").findings == []
     assert content(LatentStore(tmp_path / "compact")) == content(store)
-
-
-def test_captions_are_added_to_a_store_that_has_none(source: Path, tmp_path: Path) -> None:
-    root, recipe = tmp_path / "store", caption_recipe(*BASE)
-    encode(caption_recipe(*BASE, "text.kind=none"), source, root)
-    before = lasting_digest(root)
-    report = encode(recipe, source, root)
-    assert (report.num_encoded, report.manifest and report.manifest.revision) == (0, 2)
-    assert {path: content for path, content in tree_digest(root).items() if path in before} == before
-    encode(recipe, source, tmp_path / "whole")
-    store, whole = LatentStore(root), LatentStore(tmp_path / "whole")
-    assert verify_store(root).findings == []
-    np.testing.assert_array_equal(store.null_caption, whole.null_caption)
-    assert content(store) == content(whole)
-
-
-def test_an_image_that_is_gone_or_changed_cannot_be_completed(stores: Stores, source: Path, tmp_path: Path) -> None:
-    folder, root = shutil.copytree(source, tmp_path / "images"), shutil.copytree(stores.plain, tmp_path / "store")
-    (folder / "images/3.png").unlink()
-    before = tree_digest(root)
-    with pytest.raises(SourceError, match=r"it lacks 1 record of store"):
-        encode(stores.recipe, folder, root)
-    assert tree_digest(root) == before
-    encode(caption_recipe(*BASE, *SHORT), folder, root)  # text needs no image
-    assert LatentStore(root).buckets == LatentStore(stores.plain).buckets
-    smooth_image(99, 64, 64).save(folder / "images/6.png")
-    encode(stores.recipe, folder, root, drop_gone=True)
-    store = LatentStore(root)
-    assert (len(store), store.record("images/6.png").revision) == (13, 3)
-    assert verify_store(root).findings == []
 
 
 def test_inspect_tells_of_each(stores: Stores) -> None:

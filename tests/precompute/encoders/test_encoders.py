@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -74,27 +73,17 @@ def pixels(count: int = 3, side_px: int = 64) -> np.ndarray:
     return np.stack([np.asarray(smooth_image(i, side_px, side_px)) for i in range(count)])
 
 
-@pytest.mark.parametrize(
-    ("keep", "kind", "array", "stored"),
-    [
-        ("auto", "mean_logvar", "moments", 6),
-        ("moments", "mean_logvar", "moments", 6),
-        ("mean", "mean", "latents", 3),
-        ("sample", "sample", "latents", 3),
-    ],
-)
-def test_a_posterior_can_be_kept_whole_or_in_part(keep: str, kind: str, array: str, stored: int, save: Save) -> None:
-    encoder, section = image_encoder(save("kl"), keep=keep)
-    spec = encoder.latent_spec(section, "float16")
-    assert (spec.kind, spec.array, spec.channels, spec.stored_channels) == (kind, array, 3, stored)
-
-
-@pytest.mark.parametrize("family", ["tiny", "dc"])
-@pytest.mark.parametrize("keep", ["moments", "sample"])
-def test_a_deterministic_encoder_has_no_posterior_to_keep(family: str, keep: str, save: Save) -> None:
-    encoder, section = image_encoder(save(family), keep=keep)
-    with pytest.raises(RecipeError, match=rf'{keep}.*no posterior.*keep = "auto"'):
-        encoder.latent_spec(section, "float16")
+def test_a_posterior_can_be_kept_whole_or_in_part_where_there_is_one(save: Save) -> None:
+    moments, folder = ("mean_logvar", "moments", 6), save("kl")
+    kinds = {"auto": moments, "moments": moments, "mean": ("mean", "latents", 3), "sample": ("sample", "latents", 3)}
+    for keep, wanted in kinds.items():
+        encoder, section = image_encoder(folder, keep=keep)
+        spec = encoder.latent_spec(section, "float16")
+        assert (spec.kind, spec.array, spec.stored_channels, spec.channels) == (*wanted, 3)
+    for keep in ("moments", "sample"):
+        encoder, section = image_encoder(save("dc"), keep=keep)
+        with pytest.raises(RecipeError, match=rf'{keep}.*no posterior.*keep = "auto"'):
+            encoder.latent_spec(section, "float16")
 
 
 def test_encoding_in_float32_leaves_the_arithmetic_as_it_was(save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +101,7 @@ def test_encoding_in_float32_leaves_the_arithmetic_as_it_was(save: Save, monkeyp
     assert np.array_equal(low.encode(pixels()), before)
 
 
-@pytest.mark.parametrize(("family", "tile_px"), [("kl", 48), ("kl", 64), ("dc", 64)])
+@pytest.mark.parametrize(("family", "tile_px"), [("kl", 48), ("dc", 64)])
 def test_tiles_give_nearly_what_the_whole_image_gives(family: str, tile_px: int, save: Save) -> None:
     folder = save(family)
     whole, _ = image_encoder(folder)
@@ -166,12 +155,11 @@ UNUSABLE: list[tuple[str, Callable[[Path], Any], str]] = [
     ("vae", drop_files(WEIGHTS), r"no weights 'diffusion_pytorch_model.*found: config.json"),
     ("vae", drop_files("config.json"), r"no 'config.json'"),
     ("vae", only_bin, r"no weights.*diffusion_pytorch_model\.bin.*[Oo]nly safetensors"),
-    ("vae", tear(WEIGHTS), "cannot be loaded"),
+    ("vae", tear(WEIGHTS), "cannot be loaded: 1000 bytes.*Fetch it again"),
     ("vae", lose(WEIGHTS, "encoder.conv_in.weight"), r"cannot be loaded|weights|conv_in"),
     ("vae", wrong_shape, "cannot be loaded"),
     ("vae", lambda folder: write_file(folder / "config.json", '{"_class_name": '), "not valid JSON"),
     ("vae", config_with(_class_name="UNet2DModel"), r"says 'UNet2DModel', expected AutoencoderKL, "),
-    ("vae", config_with(_class_name="AutoencoderThatIsNot"), r"says 'AutoencoderThatIsNot'"),
     ("vae", config_with(_class_name=None), r"expected AutoencoderKL, "),
     ("vae", config_with(in_channels=4), r"encodes 4 channels, expected 3"),
     ("vae", config_with(scaling_factor=None), r"no 'scaling_factor'"),
@@ -179,12 +167,15 @@ UNUSABLE: list[tuple[str, Callable[[Path], Any], str]] = [
     ("vae", config_with(scaling_factor="1"), r"expected one number, or one for each"),
     ("vae", config_with(latents_std=[1.0, 2.0], latents_mean=[0.0, 0.0]), r"one for each of 4 channels"),
     ("vae", config_with(latents_std=None), r"one of 'latents_mean' and 'latents_std'"),
-    ("vae", config_with(latents_mean=None), r"one of 'latents_mean' and 'latents_std'"),
     ("vae", config_with(shift_factor=0.1), r"'latents_mean' and 'shift_factor', expected one"),
     ("vae", config_with(use_quant_conv=False), r"hold 'quant_conv\.bias', which its config\.json has no place for"),
     ("t5", drop_files("model.safetensors"), "no weights"),
-    ("t5", drop_files("config.json"), "no 'config.json'"),
     ("t5", drop_files("tokenizer.json", "tokenizer_config.json"), "tokenizer"),
+    ("t5", lambda folder: write_file(folder / "tokenizer.json", "{" + ", " * 5000), "tokenizer"),
+    (
+        *("t5", set_json("tokenizer_config.json", tokenizer_class="BertTokenizer")),
+        "asks for the tokenizer 'BertTokenizer'.*expected that of a T5",
+    ),
     ("t5", config_with(model_type="bert"), r"says 'bert', expected 't5'"),
     ("t5", config_with(vocab_size=32128), r"tokenizer knows 2\d tokens, the encoder 32128.*do not belong together"),
     ("t5", tear("model.safetensors"), "cannot be loaded"),
@@ -197,8 +188,10 @@ def test_an_unusable_encoder_is_one_clear_error(
     which: str, spoil: Callable[[Path], Any], words: str, vae: Path, t5: Path
 ) -> None:
     spoil(vae if which == "vae" else t5)
-    with pytest.raises(EncoderError, match=rf"(?s){'vae' if which == 'vae' else 'text'}.*({words})"):
+    with pytest.raises(EncoderError, match=rf"{'vae' if which == 'vae' else 'text'}.*({words})") as caught:
         image_encoder(vae) if which == "vae" else caption_encoder(t5).load()
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 700
 
 
 SUPPORTED = {model_class.__name__ for model_class, *_ in FAMILIES.values()}
@@ -243,9 +236,8 @@ def test_weights_with_the_old_names_of_attention_are_loaded(save: Save) -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("weights/vae.safetensors", "a single file, expected a folder with config.json. Load it with the library"),
-        ("taesd3_encoder.pth", "half of a TAESD, with the names of its publisher. Use the hub id, or a folder"),
         ("gone/away/vae.ckpt", "a single file, expected a folder with config.json. Load it with the library"),
+        ("taesd3_encoder.pth", "half of a TAESD, with the names of its publisher. Use the hub id, or a folder"),
         (
             "t5-small",
             "there is no such folder as 't5-small', and on the hub a name has its owner, such as OWNER/t5-small",
@@ -253,40 +245,14 @@ def test_weights_with_the_old_names_of_attention_are_loaded(save: Save) -> None:
     ],
 )
 def test_names_that_are_no_folder_are_told_apart_in_a_line(
-    model: str, words: str, vae: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "weights").mkdir()
-    for name in ("weights/vae.safetensors", "taesd3_encoder.pth"):
-        shutil.copyfile(vae / WEIGHTS, tmp_path / name)
+    (tmp_path / "taesd3_encoder.pth").touch()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(EncoderError) as caught:
         image_encoder(model)
-    assert words in str(caught.value)
     assert str(caught.value).startswith(f"vae.model '{model}': ")
-    assert_is_one_short_line(caught.value)
-
-
-def assert_is_one_short_line(error: BaseException) -> None:
-    assert str(error).isprintable()
-    assert len(str(error).replace(os.path.dirname(__file__), "")) < 600
-
-
-def test_a_tokenizer_of_another_kind_and_weights_of_another_model_are_one_short_line(
-    vae: Path, t5: Path, save: Save, tmp_path: Path
-) -> None:
-    shutil.copyfile(save("kl", layers_per_block=2) / WEIGHTS, vae / WEIGHTS)
-    with pytest.raises(EncoderError, match="cannot be loaded as AutoencoderKL: ") as caught:
-        image_encoder(vae)
-    assert_is_one_short_line(caught.value)
-    (t5 / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
-    with pytest.raises(EncoderError, match=r"asks for the tokenizer 'BertTokenizer'.*expected that of a T5") as caught:
-        caption_encoder(t5)
-    assert_is_one_short_line(caught.value)
-    (t5 / "tokenizer_config.json").unlink()
-    (t5 / "tokenizer.json").write_text('{"model": {"type": "WordPiece", "vocab": {' + ", " * 5000)
-    with pytest.raises(EncoderError, match="text") as caught:
-        caption_encoder(t5)
-    assert_is_one_short_line(caught.value)
+    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("load", [image_encoder, caption_encoder])
@@ -316,40 +282,16 @@ def test_the_revision_of_a_hub_model_is_recorded(vae: Path, tmp_path: Path, monk
     assert (encoder.identity.model, encoder.identity.revision) == ("some/model", "0123abcd")
 
 
-# What published repositories hold, as they name it; what is not a real model here is never to be fetched.
-PIPELINE = """model_index.json README.md .gitattributes scheduler/scheduler_config.json transformer/config.json
-transformer/diffusion_pytorch_model.safetensors transformer/diffusion_pytorch_model-00001-of-00002.safetensors
-transformer/diffusion_pytorch_model.safetensors.index.json text_encoder_2/config.json text_encoder_2/model.safetensors
-tokenizer_2/tokenizer.json safety_checker/model.safetensors unet/diffusion_pytorch_model.fp16.safetensors
-sd3_medium.safetensors sd3_medium_incl_clips_t5xxlfp16.safetensors flux1-dev.safetensors ae.safetensors
+DECOYS = """model_index.json README.md transformer/config.json transformer/diffusion_pytorch_model.safetensors
+tokenizer_2/tokenizer.json unet/diffusion_pytorch_model.fp16.safetensors sd3_medium.safetensors ae.safetensors
 vae/diffusion_pytorch_model.fp16.safetensors vae/diffusion_pytorch_model.bin vae/diffusion_flax_model.msgpack
 vae/onnx/config.json vae/onnx/diffusion_pytorch_model.safetensors vae_1_0/diffusion_pytorch_model.safetensors
-vae_decoder/model.onnx vae_encoder/config.json text_encoder/model.fp16.safetensors text_encoder/pytorch_model.bin
-text_encoder/model.safetensors.index.fp16.json text_encoder/model.fp16-00001-of-00002.safetensors
-text_encoder/pytorch_model.bin.index.json text_encoder/flax_model.msgpack text_encoder/onnx/model.safetensors
-text_encoder/openvino_model.xml tokenizer/onnx/tokenizer.json tokenizer/vocab.json.bak"""
+text_encoder/model.fp16.safetensors text_encoder/model.safetensors.index.fp16.json text_encoder/pytorch_model.bin
+text_encoder/model.fp16-00001-of-00002.safetensors text_encoder/onnx/model.safetensors text_encoder/openvino_model.xml
+tokenizer/onnx/tokenizer.json tokenizer/vocab.json.bak"""  # of published repositories, as they name them
 
 
-def hub_with(folder: Path, models: dict[str, Path], others: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """A hub that gives what its own filter lets through; returns the names of what was asked for, as they come."""
-    listing = {f"{place}{path.name}": path for place, model in models.items() for path in model.iterdir()}
-    listing |= dict.fromkeys(others.split(), folder / "decoy")
-    (folder / "decoy").write_bytes(b"not to be fetched")
-    fetched: set[str] = set()
-
-    def download(model: str, *, revision: str | None, allow_patterns: list[str], **_: Any) -> str:
-        for name in filter_repo_objects(list(listing), allow_patterns=allow_patterns):
-            target = folder / "snapshots/0123abcd" / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(listing[name], target)
-            fetched.add(name)
-        return str(folder / "snapshots/0123abcd")
-
-    monkeypatch.setattr("leandit.precompute.encoders.model_files.snapshot_download", download)
-    return fetched
-
-
-def test_of_a_pipeline_only_what_is_loaded_is_fetched(
+def test_of_a_pipeline_only_what_is_loaded_is_fetched_and_of_a_refused_model_its_config(
     vae: Path, t5: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = transformers.T5EncoderModel.from_pretrained(t5)
@@ -359,7 +301,18 @@ def test_of_a_pipeline_only_what_is_loaded_is_fetched(
     parts = sorted(name for name in names if name.startswith("model-"))
     assert len(parts) > 1
     tokenizer = names - {*parts, "config.json", "model.safetensors.index.json", "generation_config.json"}
-    fetched = hub_with(tmp_path, {"vae/": vae, "text_encoder/": t5, "tokenizer/": t5}, PIPELINE, monkeypatch)
+    places = {"vae/": vae, "text_encoder/": t5, "tokenizer/": t5}
+    listing = dict.fromkeys(DECOYS.split(), vae / "config.json")
+    listing |= {f"{place}{path.name}": path for place, folder in places.items() for path in folder.iterdir()}
+    fetched: set[str] = set()
+
+    def download(model: str, *, revision: str | None, allow_patterns: list[str], **_: Any) -> str:
+        for name in filter_repo_objects(list(listing), allow_patterns=allow_patterns):  # the hub's own filter
+            write_file(tmp_path / "snapshots/0123abcd" / name, listing[name].read_bytes())
+            fetched.add(name)
+        return str(tmp_path / "snapshots/0123abcd")
+
+    monkeypatch.setattr("leandit.precompute.encoders.model_files.snapshot_download", download)
     image_encoder("some/pipeline", subfolder="vae")
     assert fetched == {"vae/config.json", f"vae/{WEIGHTS}"}
     fetched.clear()
@@ -367,13 +320,8 @@ def test_of_a_pipeline_only_what_is_loaded_is_fetched(
     wanted = {f"text_encoder/{name}" for name in (*parts, "config.json", "model.safetensors.index.json")}
     assert fetched == wanted | {f"tokenizer/{name}" for name in (*tokenizer, "config.json")}
     assert np.array_equal(encoder.encode(["a circle"]).tokens, caption_encoder().encode(["a circle"]).tokens)
-
-
-def test_a_model_that_is_refused_by_its_config_is_not_fetched(
-    vae: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    fetched.clear()
     config_with(_class_name="AutoencoderKLMochi")(vae)
-    fetched = hub_with(tmp_path, {"vae/": vae}, PIPELINE, monkeypatch)
     with pytest.raises(EncoderError, match="AutoencoderKLMochi"):
         image_encoder("some/pipeline", subfolder="vae")
     assert fetched == {"vae/config.json"}
@@ -395,24 +343,9 @@ def test_tokens_are_counted_as_the_tokenizer_counts_them() -> None:
     assert encoder.tokenizer.count([]) == []
     encoder.encode(["a " * 40])  # a cut must not stay switched on
     assert encoder.tokenizer.count(["a " * 40])[0] > 16
-
-
-def test_a_long_caption_is_cut_and_still_ends_with_the_end_mark() -> None:
-    tokenizer, _ = shipped_t5()
-    ids, _ = caption_encoder(max_tokens=6).tokenizer.ids(["a red circle above a blue square"])
-    assert ids.shape == (1, 6)
-    assert ids[0, -1] == tokenizer.eos_token_id
-
-
-@pytest.mark.parametrize("max_tokens", [1, 5, 16])
-def test_the_null_caption_has_full_length_and_equals_transformers(max_tokens: int) -> None:
-    tokenizer, model = shipped_t5()
-    inputs = tokenizer("", padding="max_length", max_length=max_tokens, truncation=True, return_tensors="pt")
-    with torch.no_grad():
-        wanted = model.eval()(**inputs).last_hidden_state[0].numpy()
-    null = caption_encoder(max_tokens=max_tokens).encode_null().tokens[0]
-    assert null.shape == (max_tokens, 64)
-    assert np.array_equal(null, wanted)
+    ids, _ = encoder.tokenizer.ids(["a " * 40])
+    assert ids.shape == (1, 16)
+    assert ids[0, -1] == tokenizer.eos_token_id  # of what is cut, too
 
 
 @pytest.mark.parametrize("heals", [True, False], ids=["heals in float32", "never heals"])

@@ -198,12 +198,10 @@ def test_a_batch_norm_is_read_in_float32_whatever_the_precision_of_the_encoder(
         ("qwen", {"latents_mean": None, "latents_std": None}, r"no 'latents_mean' and 'latents_std'\. Add those"),
         ("wan", {"latents_std": None}, "one of 'latents_mean' and 'latents_std', expected both"),
         ("wan", {"latents_mean": [0.0], "latents_std": [1.0]}, "one for each of 4 channels"),
-        ("qwen", {"input_channels": 4}, "encodes 4 channels, expected 3"),
         ("wan_patched", {"in_channels": 3}, "encodes 3 channels, expected 3"),
         ("flux2", {"patch_size": [1, 1]}, r"patch_size \[1, 1\], expected \[2, 2\]"),
         ("flux2", {"shift_factor": 0.1159}, "has 'shift_factor', which AutoencoderKLFlux2 does not know"),
         ("rae", {"reshape_to_2d": False}, "reshape_to_2d = false, expected true"),
-        ("rae", {"num_channels": 1}, "encodes 1 channels, expected 3"),
     ],
 )
 def test_a_config_that_leaves_the_normalisation_open_is_refused(

@@ -14,19 +14,17 @@ import torch
 from diffusers import SanaPipeline
 from hypothesis import given
 from hypothesis import strategies as st
-from making import CPU, SHIPPED, caption_recipe, make_caption_folder, store_digest
+from making import CPU
 from tiny_models import TEXTS, save_gemma2
 from transformers import AutoTokenizer, Gemma2Model
 
-from leandit.datasets.errors import EncoderError, FingerprintMismatch
-from leandit.datasets.store import LatentStore
+from leandit.datasets.errors import EncoderError
 from leandit.precompute.config import TextSection, load
 from leandit.precompute.encoders.text.encoder import CaptionEncoder, TokenCount
 from leandit.precompute.encoders.text.instructions import INSTRUCTIONS
 from leandit.precompute.encoders.text.tokenizer import CaptionTokenizer
 from leandit.precompute.pipeline import Report
 from leandit.precompute.run.shards import equal_length_batches
-from leandit.tools.terminal.outcome import precompute_rows
 
 Encode = Callable[..., Report]
 MAX_TOKENS = 10
@@ -67,7 +65,7 @@ def as_sana_pads(folder: Path, texts: list[str], instruction: str) -> list[np.nd
     return [row[valid].numpy() for row, valid in zip(output, mask, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["", "sana", "sana-diffusers", "Say it in other words: "])
+@pytest.mark.parametrize("name", ["", "sana", "Say it in other words: "])
 def test_gemma_equals_the_padded_computation_at_every_valid_place(name: str, gemma: Path) -> None:
     encoder = encoder_of(gemma, instruction=name)
     counts = encoder.tokenizer.count(TEXTS)
@@ -104,6 +102,9 @@ def test_the_instructions_are_those_of_sana_and_of_diffusers() -> None:
     assert INSTRUCTIONS["sana"].replace(r"\"", "'") == INSTRUCTIONS["sana-diffusers"]
     assert INSTRUCTIONS["sana"].endswith("\nUser Prompt: ")
     assert INSTRUCTIONS["sana"].count("\n") == 7
+    for name in ("sana-512", "sana-1024"):
+        text = load(name, []).text[""]
+        assert (text.kind, text.instruction, text.max_tokens) == ("gemma2", "sana", 300)
 
 
 def test_an_instruction_that_swallows_a_caption_is_refused(gemma: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,38 +112,6 @@ def test_an_instruction_that_swallows_a_caption_is_refused(gemma: Path, monkeypa
     monkeypatch.setattr(encoder.tokenizer, "num_shared", 10_000)
     with pytest.raises(EncoderError, match=r"text\.instruction.*End it with a space"):
         encoder.tokenizer.count(["a cat"])
-
-
-def test_the_recipes_of_sana_have_its_instruction() -> None:
-    for name in ("sana-512", "sana-1024"):
-        text = load(name, []).text[""]
-        assert (text.kind, text.instruction, text.max_tokens) == ("gemma2", "sana", 300)
-
-
-def test_a_store_of_gemma_says_its_instruction_and_refuses_another(gemma: Path, tmp_path: Path, encode: Encode) -> None:
-    source = make_caption_folder(tmp_path / "source", count=6)
-    recipe = ["text.kind=gemma2", f"text.model={gemma}", *(f"text.{key}={name}" for key, name in FOLDERS.items())]
-    recipe += ["text.max_tokens=12", "text.batch_size=16", *SHIPPED]
-    report = encode(caption_recipe(*recipe, "text.instruction=sana"), source, tmp_path / "store")
-    store = LatentStore(tmp_path / "store")
-    assert store.spec.text is not None
-    assert store.spec.text.instruction == INSTRUCTIONS["sana"]
-    encoder = encoder_of(gemma, instruction="sana", max_tokens=12)
-    for i, text in enumerate(store.captions["text"].to_pylist()):
-        np.testing.assert_allclose(store.caption_embedding(i), encoder.encode([text]).tokens[0], rtol=2e-3, atol=2e-3)
-    shared = encoder.tokenizer.num_shared
-    count = store.captions.num_rows
-    computed = int(store.tokens.lengths.sum()) + shared * count + 12  # and the empty caption
-    assert report.tokens == TokenCount(computed, 11, count + 1)
-    said = dict(precompute_rows(report, store.path))["encoded"]
-    assert said == f"{computed:,} tokens of {count + 1} captions, {11 / computed:.1%} padding"
-    encode(caption_recipe(*recipe, "text.instruction=sana"), source, tmp_path / "again")
-    assert store_digest(tmp_path / "again") == store_digest(tmp_path / "store")
-    with pytest.raises(FingerprintMismatch, match=r"text\.instruction is "):
-        encode(caption_recipe(*recipe, "text.instruction=sana-diffusers"), source, tmp_path / "store")
-    smaller = caption_recipe(*recipe, "text.instruction=sana", "text.batch_size=8")
-    with pytest.raises(FingerprintMismatch, match=r"text\.batch_size is 16 in the store, 8 now"):
-        encode(smaller, source, tmp_path / "store")
 
 
 def test_a_t5_in_float16_keeps_its_output_projections_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,10 +118,8 @@ CASES = {
     # PNG: every colour type and depth
     "png grey 1": Case(png(4, 1, 1, 0, b"\x50"), grey(0, 255, 0, 255)),
     "png grey 16": Case(png(4, 1, 16, 0, u16(0, 257 * 9, 128, 129)), grey(0, 9, 0, 1)),
-    "png rgb 16": Case(png(1, 1, 16, 2, u16(257, 514, 65535)), row((1, 2, 255))),
     "png palette 8": Case(png(2, 1, 8, 3, b"\1\2", PLTE), row(GREEN, INK)),
     "png la 8": Case(png(3, 1, 8, 4, bytes([9, 255, 9, 0, 0, 51])), grey(9, 255, 204)),
-    "png rgba 8": Case(png(2, 1, 8, 6, bytes([*INK, 255, *RED, 0])), row(INK, WHITE)),
     # PNG: a transparent colour, in the depth of the file
     "png grey 4, one transparent": Case(png(2, 1, 4, 0, b"\x12", chunk16(b"tRNS", 2)), grey(17, 255)),
     "png grey 16, one transparent": Case(
@@ -154,7 +152,6 @@ CASES = {
     "png without pixels": refused(png(4, 4, 8, 2, None), "decode_error", "truncated"),
     "png cut in its pixels": refused(encoded(noise(64, 64), "PNG")[:6000], "truncated"),
     # JPEG
-    "jpeg": Case(encoded(flat(MID), "JPEG"), flat_pixels(MID), within=1),
     "jpeg cmyk as Adobe writes it": Case(cmyk_jpeg(255, 0, 0, 0), flat_pixels(CYAN), within=2),
     "jpeg cmyk without Adobe's marker": Case(
         without_adobe_marker(cmyk_jpeg(0, 255, 255, 255)), flat_pixels(CYAN), within=2
@@ -170,11 +167,8 @@ CASES = {
     "gif whose frame is smaller than it": Case(
         gif_with_small_frame((3, 2), 1, 1, indexed(1, 2)), np.array([[WHITE, WHITE, WHITE], [WHITE, GREEN, INK]])
     ),
-    "gif cut": refused(encoded(noise(64, 64).quantize(256), "GIF")[:2500], "truncated"),
     # WebP and AVIF
-    "webp lossless": Case(encoded(noise(16, 24), "WEBP", lossless=True), NOISE),
     "webp with alpha": Case(encoded(VEIL, "WEBP", lossless=True, exact=True), flat_pixels((204,) * 3)),
-    "webp animated": Case(frames("WEBP", lossless=True), NOISE),
     "avif": Case(encoded(flat(MID), "AVIF"), flat_pixels(MID), within=2),
     "avif with alpha": Case(encoded(VEIL, "AVIF", quality=100), flat_pixels((204,) * 3), within=2),
     # BMP
@@ -189,7 +183,6 @@ CASES = {
     "tiff rgba, multiplied": Case(
         tiff(2, 1, 2, [8] * 4, bytes([*INK, 255, 10, 20, 30, 51]), tags={338: [1]}), row(INK, (214, 224, 234))
     ),
-    "tiff cmyk": Case(tiff(2, 1, 5, [8] * 4, bytes([0, 255, 255, 0, 0, 0, 0, 0])), row(RED, WHITE)),
     "tiff ycbcr": Case(ycbcr_tiff([1, 1]), row((254, 0, 0), WHITE)),
     "tiff ycbcr, subsampled": refused(
         tiff(2, 2, 6, [8] * 3, bytes([76] * 4 + [84, 255]), tags={530: [2, 2]}), "unsupported_mode"
@@ -200,19 +193,14 @@ CASES = {
     "tiff 32": refused(tiff(1, 1, 1, [32], struct.pack("<I", 7)), "unsupported_mode"),
     "tiff of floats": refused(tiff(1, 1, 1, [32], struct.pack("<f", 0.5), tags={339: [3]}), "unsupported_mode"),
     "tiff lzw": Case(encoded(noise(16, 24), "TIFF", compression="tiff_lzw"), NOISE),
-    "tiff jpeg": Case(encoded(flat(MID), "TIFF", compression="jpeg"), flat_pixels(MID), within=1),
     "tiff of many pages": Case(frames("TIFF"), NOISE),
-    "tiff whose strip is not there": refused(tiff(64, 64, 1, [8], b"\0"), "truncated", "decode_error"),
     # PPM and relatives
     "pgm 16": Case(b"P5 2 1 65535\n" + u16(257 * 9, 65535), grey(9, 255)),
     "ppm": Case(b"P6 1 1 255\n\1\2\3", row(INK)),
-    "ppm 16": Case(b"P6 1 1 65535\n" + u16(257, 514, 771), row(INK)),
     "pfm": refused(b"Pf\n1 1\n-1.0\n" + struct.pack("<f", 0.5), "unsupported_mode"),
     "ppm palette without its palette": refused(b"PyP 2 1 255\n\1\2", "decode_error"),
-    "ppm cut": refused(b"P6 9 9 255\n\1\2\3", "truncated"),
     # No images, or of formats that are not read
     "nothing": refused(b"", "not_an_image"),
-    "text": refused(b"this is no image\n" * 99, "not_an_image"),
     "postscript": refused(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n", "not_an_image"),
     "icon": refused(encoded(noise(16, 16), "ICO"), "not_an_image"),
 }

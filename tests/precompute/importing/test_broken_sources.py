@@ -41,7 +41,7 @@ from leandit.datasets.errors import LeanditError, RecipeError, RecordRejected, R
 from leandit.datasets.store import LatentStore
 from leandit.precompute.importing.formats import mds
 from leandit.precompute.importing.source import rejecting
-from leandit.precompute.importing.untrusted import MAX_ARRAY_BYTES, npy_header, parse_npy
+from leandit.precompute.importing.untrusted import MAX_ARRAY_BYTES, parse_npy
 
 METADATA, MISSING, NO_CAPTION, NO_LABEL, NONFINITE, SHAPE, UNREADABLE = (
     ("scan", reason)
@@ -232,7 +232,6 @@ BROKEN: dict[str, tuple[str, Callable[[Made], Rejects]]] = {
     "mar's zip bomb": ("mar", unpack_to_more_than_it_claims),
     "lightningdit without labels": ("lightningdit", drop_labels_of_a_shard),
     "edm2": ("edm2", break_edm2),
-    "edm2 without features": ("edm2", lose_features),
     "edm2's folder without features": ("edm2 folder", lose_features),
     "pixart": ("pixart", break_pixart),
     "pixart's shared caption": ("pixart", share_a_caption_file),
@@ -315,42 +314,21 @@ def change(name: str, before: str, after: str) -> Callable[[Made], None]:
     return damage
 
 
-def shorten(name: str) -> Callable[[Made], None]:
-    return lambda made: cut(made.source / name, (made.source / name).stat().st_size // 2)
-
-
-def save(name: str, content: Any) -> Callable[[Made], None]:
-    """torch.save in place of a file; "evil" is a pickle that would leave a mark."""
-
-    def damage(made: Made) -> None:
-        torch.save({"mean": Evil(made.source.parent / "mark")} if content == "evil" else content, made.source / name)
-
-    return damage
-
-
-def drop_column(made: Made) -> None:
-    path = made.source / ARROW
-    with pa.OSFile(str(path)) as file:
-        table = pa.ipc.open_stream(file).read_all()
-    write_arrow(path, table.drop_columns(["logvar"]))
-
-
-def short_null(made: Made) -> None:
-    np.save(made.source / "empty_encodings/t5_empty.npy", noise(0, 1, 5, 16))
-
-
 STATISTICS, SAFETENSORS = "latents_stats.pt", "latents_rank00_shard000.safetensors"
 ARROW, INDEX, NEMO, DATASET = "data-00001-of-00002.arrow", "index.json", "metadata.json", "dataset.json"
 NO_STATISTICS = r"latents_stats\.pt.*vae\.shift"
 NO_ARROW = rf"file '{ARROW}' cannot be read"
 OUTSIDE = "does not stay below its folder"
 REFUSED: list[tuple[str, Callable[[Made], Any], str]] = [
-    ("lightningdit", save(STATISTICS, "evil"), NO_STATISTICS),
-    ("lightningdit", save(STATISTICS, {"mean": torch.zeros(3)}), NO_STATISTICS),
+    # Unpickled, it would leave a mark.
+    (
+        "lightningdit",
+        lambda made: torch.save(Evil(made.source.parent / "mark"), made.source / STATISTICS),
+        NO_STATISTICS,
+    ),
+    ("lightningdit", lambda made: torch.save({"mean": torch.zeros(3)}, made.source / STATISTICS), NO_STATISTICS),
     ("lightningdit", write(STATISTICS, None), NO_STATISTICS),
-    # Its first byte, so that it is read as a bare pickle.
-    ("lightningdit", lambda made: flip(made.source / STATISTICS, 0), NO_STATISTICS),
-    ("lightningdit", shorten(SAFETENSORS), rf"shard '{SAFETENSORS}' cannot be opened"),
+    ("lightningdit", lambda made: cut(made.source / SAFETENSORS, 5000), rf"shard '{SAFETENSORS}' cannot be opened"),
     ("edm2 folder", write(DATASET, "["), DATASET),
     ("edm2 folder", write(DATASET, '{"labels": [1]}'), DATASET),
     ("edm2 folder", write(DATASET, '{"labels": [["a.npy", "cat"]]}'), DATASET),
@@ -360,14 +338,20 @@ REFUSED: list[tuple[str, Callable[[Made], Any], str]] = [
     ("mds", change(INDEX, '"bytes", "nd', '"pkl", "nd'), "pickled ones are refused"),
     ("mds", change(INDEX, '"latents_256"', '"other"'), r"layout\.latents"),
     ("mds", change(INDEX, '"column_names": ["caption"', '"column_names": [5'), "not text"),
-    ("mds", change(INDEX, '"column_encodings": ["str"', '"column_encodings": [5'), "not text"),
-    ("mlperf-flux", shorten(ARROW), NO_ARROW),
+    ("mlperf-flux", lambda made: cut(made.source / ARROW, 5000), NO_ARROW),
     ("mlperf-flux", write(ARROW, "no Arrow stream at all"), NO_ARROW),
-    ("mlperf-flux", drop_column, "no column 'logvar' among __key__"),
+    (
+        "mlperf-flux",
+        lambda made: write_arrow(made.source / ARROW, pa.table({"__key__": ["x"]})),
+        "no column '.*__key__",
+    ),
     ("mlperf-flux", write("state.json", None), r"state\.json.*missing"),
-    ("mlperf-flux", short_null, r"t5_empty\.npy.*shape \(5, 16\).*shape \(6, 16\)"),
+    (
+        "mlperf-flux",
+        lambda made: np.save(made.source / "empty_encodings/t5_empty.npy", noise(0, 1, 5, 16)),
+        r"t5_empty\.npy.*shape \(5, 16\).*shape \(6, 16\)",
+    ),
     ("nemo", write(NEMO, None), r"'metadata\.json' cannot be read.*when all images are done"),
-    ("nemo", write(NEMO, "["), r"'metadata\.json' cannot be read"),
     ("nemo", write(NEMO, '{"model_type": "wan", "shards": []}'), "model_type 'wan'.*flux, flux2, qwen_image"),
     ("nemo", write(NEMO, '{"model_type": "flux", "shards": 3}'), "needs 'shards'"),
     ("nemo", write(NEMO, '{"model_type": "flux", "shards": ["../m.json"]}'), OUTSIDE),
@@ -393,7 +377,6 @@ def test_a_source_that_cannot_be_read_is_refused_and_nothing_is_written(
         ("fast-dit", ["vae.scal=[1]"], "did you mean 'vae.scale'"),
         ("fast-dit", ["vae.scale=[0.0]"], "a scale of 0"),
         ("fast-dit", ["vae.scale=[1.0, 2.0]"], "has 2 numbers, the latents have 4 channels"),
-        ("fast-dit", ["store.codec=lz5"], "store.codec"),
         ("mlperf-flux", ["text.model=google/t5-v1_1-xxl"], r"2 text encoders: clip, t5.*Leave text\.model out"),
         ("flux2", [], r"a cache of 'flux2' lacks.*vae\.shift=\[running_mean"),
         ("mds without a scale", [], r"vae\.scale is unknown for this"),
@@ -437,10 +420,8 @@ def test_what_is_no_null_caption_is_refused_and_never_unpickled(content: Any, ma
     "content",
     [
         b"",
-        b"\x93NUMPY",
         b"\x93NUMPY\x03\x00" + b"\0" * 100,
         npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000,), }", b"\0" * 64),
-        npy("{'descr': '<f4', 'fortran_order': False, 'shape': (4294967296, 4294967296), }"),
         npy("{'descr': '<f4', 'fortran_order': False, 'shape': (-1, 16), }", b"\0" * 64),
         PICKLED,
         npy("{'descr': [('a', '|O')], 'fortran_order': False, 'shape': (1,), }", b"cos\nsystem\n"),
@@ -449,7 +430,7 @@ def test_what_is_no_null_caption_is_refused_and_never_unpickled(content: Any, ma
         npy("(" * 5000),
         npy("{'descr': '<f4', 'fortran_order': False, 'shape': (4,), }", b"\0" * 17),
     ],
-    ids=range(12),
+    ids=range(10),
 )
 def test_a_hostile_array_is_refused_before_memory_is_asked_for(content: bytes) -> None:
     with pytest.raises((ValueError, EOFError, MemoryError, RecursionError)) as caught:
@@ -457,23 +438,19 @@ def test_a_hostile_array_is_refused_before_memory_is_asked_for(content: bytes) -
     assert isinstance(caught.value, ValueError)
 
 
-@pytest.mark.parametrize("order", ["C", "F"])
-@pytest.mark.parametrize("dtype", ["<f4", ">f4", "<f2", "<i8"])
+@pytest.mark.parametrize(("order", "dtype"), [("C", ">f4"), ("F", "<f2"), ("F", "<i8")])
 def test_arrays_are_read_as_numpy_reads_them(order: Any, dtype: str) -> None:
-    array = np.asarray(100 * noise(1, 2, 3, 4), dtype, order=order)
-    stream = io.BytesIO()
+    array, stream = np.asarray(100 * noise(1, 2, 3, 4), dtype, order=order), io.BytesIO()
     np.save(stream, array)
     found = parse_npy(stream.getvalue())
-    assert (found.dtype, found.shape) == (array.dtype.newbyteorder("="), array.shape)
+    assert found.dtype == array.dtype.newbyteorder("=")
     np.testing.assert_array_equal(found, array)
-    assert npy_header(stream.getvalue()[:128], len(stream.getvalue()))[0] == array.shape
 
 
 @pytest.mark.parametrize(
     ("error", "raised"),
     [
         (OSError(errno.EMFILE, "Too many open files"), ResourceError),
-        (OSError(errno.ENOSPC, "No space left on device"), ResourceError),
         (MemoryError(), ResourceError),
         (OSError(errno.EIO, "Input/output error"), ResourceError),
         (OSError(errno.EACCES, "Permission denied"), RecordRejected),

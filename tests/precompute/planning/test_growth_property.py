@@ -20,7 +20,6 @@ pytestmark = pytest.mark.usefixtures("quick")
 # One image, one caption a forward: how many there are changes the bits.
 RECIPE = ("source.max_reject_share=1", "source.max_rejects_in_a_row=999", "vae.batch_size=1", "text.batch_size=1")
 LONG = "long " * 14_000  # 70,000 characters
-BROKEN_TEXT = b"caf\xe9"  # not UTF-8
 SIZES = [(64, 64), (60, 100), (100, 60)]
 CAPTIONS: list[Any] = ["a circle", "a square ", ["a circle", "two"], " ", [], None, 7, LONG, "\ud800", [3], "new"]
 LABELS: list[Any] = [None, 0, 1, 3, "x", -5]
@@ -67,30 +66,6 @@ class TableSource:
             row = {"file_name": f"{at}.png", "captions": edit["captions"], "label": edit["label"]}
             rows += [row, {**row, "captions": "again"}][: edit["listed"]]
         (self.root / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
-
-
-class SidecarSource(TableSource):
-    """Images with a text, or a JSON, beside each."""
-
-    edits = each_image(
-        image=IMAGES,
-        txt=[b"a circle", b"a square\na square\n", b" ", BROKEN_TEXT, LONG.encode(), None],
-        json=[None, b'{"label": 1}', b'{"label": "x"}', b"{", b'{"caption": 5}'],
-    )
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        for i in range(NUM_EDITED + 1):
-            (root / f"{i}.txt").write_text("a circle")
-
-    def edit(self, edits: list[dict[str, Any]]) -> None:
-        for at, edit in enumerate(edits):
-            edit_image(self.root / f"{at}.png", edit["image"], edit["seed"])
-            for suffix in ("txt", "json"):
-                path = self.root / f"{at}.{suffix}"
-                path.unlink(missing_ok=True)
-                if edit[suffix] is not None:
-                    path.write_bytes(edit[suffix])
 
 
 class ClassSource(TableSource):
@@ -153,12 +128,6 @@ QUICK = settings(
 @QUICK
 def test_of_a_table(rounds: Rounds, tmp_path: Path) -> None:
     check(TableSource, caption_recipe("source.missing_caption=null", *RECIPE), rounds, tmp_path)
-
-
-@given(rounds=st.tuples(SidecarSource.edits, SidecarSource.edits))
-@QUICK
-def test_of_sidecars(rounds: Rounds, tmp_path: Path) -> None:
-    check(SidecarSource, caption_recipe(*RECIPE), rounds, tmp_path)
 
 
 @given(rounds=st.tuples(ClassSource.edits, ClassSource.edits))

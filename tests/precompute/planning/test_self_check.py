@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from harness import InProcessDecoders
 from making import CPU, make_class_folder, no_progress, smooth_image
-from safetensors.torch import load_file, save_file
+from tiny_autoencoders import save_autoencoder
 
 from leandit.datasets.errors import EncoderError
 from leandit.datasets.format.schema import Manifest
@@ -29,63 +31,22 @@ from leandit.tools.inspection.store_text import render
 
 LATENT_GAIN = 4.0  # so raw latents deviate by about 2
 LATENT_OFFSET = (10.0, -8.0, 20.0)
-WIDTH = 8
-CONFIG: dict[str, Any] = {
-    "block_out_channels": (WIDTH,),
-    "down_block_types": ("DownEncoderBlock2D",),
-    "up_block_types": ("UpDecoderBlock2D",),
-    "layers_per_block": 1,
-    "norm_num_groups": 1,
-    "latent_channels": 3,
-    "mid_block_add_attention": False,
-    "latents_mean": list(LATENT_OFFSET),
-    "latents_std": [2.0, 2.0, 2.0],
-    "scaling_factor": 1.0,
-}
-CONSTANT = 1000.0  # in two channels before the norm, which then divides by it
-LINEAR = 20.0  # the SiLU is the identity near it
 
 
 def honest_autoencoder(folder: Path, **config: Any) -> Path:
-    """Save an autoencoder that is the identity, by constructed weights; ``config`` replaces keys of its config."""
-    model: Any = diffusers.AutoencoderKL(**CONFIG).eval()
-    gains, offsets = torch.full((3,), LATENT_GAIN), torch.tensor(LATENT_OFFSET)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.split(".")[-2] == "conv2":  # the end of a residual branch
-                parameter.zero_()
-        _construct(model.encoder, torch.ones(3), torch.zeros(3), gains, offsets)
-        _construct(model.decoder, 1 / gains, -offsets / gains, torch.ones(3), torch.zeros(3))
-        for conv in (model.quant_conv, model.post_quant_conv):
-            _affine(conv, torch.ones(len(conv.bias)), torch.zeros(len(conv.bias)))
-    model.register_to_config(**config)
-    model.save_pretrained(folder)
-    return folder
+    """A KL autoencoder of one pixel a latent, which ``run`` makes the identity."""
+    blocks = {"down_block_types": ("DownEncoderBlock2D",), "up_block_types": ("UpDecoderBlock2D",)}
+    numbers = {"latents_mean": list(LATENT_OFFSET), "latents_std": [2.0] * 3, "scaling_factor": 1.0} | config
+    return save_autoencoder(folder, "kl", block_out_channels=(8,), **blocks, **numbers)
 
 
-def _construct(half: Any, *affine: torch.Tensor) -> None:
-    """Make an encoder or a decoder two affine maps of its first three channels; a log-variance is -20.
-
-    Args:
-      affine: gains and offsets of the first convolution, then of the last.
-    """
-    gains, offsets, last_gains, last_offsets = affine
-    constants = torch.tensor([CONSTANT, -CONSTANT])
-    # The negatives keep the mean of the norm at 0.
-    _affine(half.conv_in, torch.cat([gains, -gains]), torch.cat([offsets, -offsets, constants]))
-    half.conv_norm_out.weight.fill_(CONSTANT * (2 / WIDTH) ** 0.5)
-    half.conv_norm_out.bias.fill_(LINEAR)
-    biases = torch.full_like(half.conv_out.bias, -20.0)
-    biases[:3] = last_offsets - last_gains * LINEAR
-    _affine(half.conv_out, last_gains, biases)
+def encode_images(_: Any, images: torch.Tensor) -> SimpleNamespace:
+    latents = LATENT_GAIN * images + torch.tensor(LATENT_OFFSET)[:, None, None]
+    return SimpleNamespace(latent_dist=DiagonalGaussianDistribution(torch.cat([latents, 0 * latents - 20], 1)))
 
 
-def _affine(conv: Any, gains: torch.Tensor, offsets: torch.Tensor) -> None:
-    """Make a convolution gain * channel + offset, channels in turn."""
-    conv.weight.zero_()
-    for channel, gain in enumerate(gains):
-        conv.weight[channel, channel % conv.weight.shape[1], conv.kernel_size[0] // 2, conv.kernel_size[1] // 2] = gain
-    conv.bias.copy_(offsets)
+def decode_latents(_: Any, latents: torch.Tensor) -> SimpleNamespace:
+    return SimpleNamespace(sample=(latents - torch.tensor(LATENT_OFFSET)[:, None, None]) / LATENT_GAIN)
 
 
 @dataclass
@@ -113,7 +74,8 @@ class Run:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(pipeline, "Decoders", InProcessDecoders)
-    monkeypatch.setattr("leandit.precompute.encoders.vae.PROBE_PX", 32)  # their attention sees every pixel
+    monkeypatch.setattr(diffusers.AutoencoderKL, "encode", encode_images)
+    monkeypatch.setattr(diffusers.AutoencoderKL, "decode", decode_latents)
     make_class_folder(tmp_path / "train")
     return Run(tmp_path)
 
@@ -193,14 +155,14 @@ def test_pixels_in_another_range_stop_the_run_before_anything_is_written(
     assert run.go(vae, "vae.min_psnr=5").self_check  # the same command with a lower limit goes on
 
 
-def test_halves_of_two_models_stop_the_run(run: Run, tmp_path: Path) -> None:
-    weights = honest_autoencoder(tmp_path / "vae") / "diffusion_pytorch_model.safetensors"
-    tensors = load_file(weights)
-    mixed = tensors["decoder.conv_out.weight"].flip(0)  # blue, green, red
-    mixed[1] *= -1
-    save_file(tensors | {"decoder.conv_out.weight": mixed}, weights, {"format": "pt"})
+def test_halves_of_two_models_stop_the_run(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def decode(_: Any, latents: torch.Tensor) -> SimpleNamespace:
+        red, green, blue = decode_latents(_, latents).sample.unbind(1)
+        return SimpleNamespace(sample=torch.stack([blue, -green, red], 1))
+
+    monkeypatch.setattr(diffusers.AutoencoderKL, "decode", decode)
     with pytest.raises(EncoderError, match="Encoder and decoder do not belong together"):
-        run.go(tmp_path / "vae")
+        run.go(honest_autoencoder(tmp_path / "vae"))
 
 
 def test_zero_turns_it_off_and_the_key_is_no_part_of_the_fingerprint(run: Run, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import socket
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +28,8 @@ from making import (
 )
 
 from leandit.datasets.errors import FingerprintMismatch, ResourceError
-from leandit.datasets.format.layout import LEASES, Task
-from leandit.datasets.revisions import commits, seal
+from leandit.datasets.format.layout import LEASES
+from leandit.datasets.revisions import seal
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.revisions.writer import StoreWriter
 from leandit.precompute import pipeline
@@ -40,8 +39,8 @@ from leandit.precompute.run import tasks as run_tasks
 from leandit.precompute.run.shards import Shard
 from leandit.precompute.run.tasks import commit_shard
 from leandit.precompute.sharing import leases
-from leandit.precompute.sharing.leases import Lease, Leases, alone, seal_alone
-from leandit.precompute.sharing.part import Part, part_of
+from leandit.precompute.sharing.leases import Lease, Leases
+from leandit.precompute.sharing.part import part_of
 
 
 @pytest.fixture(autouse=True)
@@ -65,50 +64,26 @@ def run(source: Path, store: Path, part: str = "") -> Report:
     return encode(caption_recipe(), source, store, part=part_of(part) if part else None)
 
 
-def test_a_shard_that_two_made_at_once_is_made_again(source: Path, tmp_path: Path) -> None:
-    store, whole, sealed = (tmp_path / name for name in ("store", "whole", "sealed"))
-    without_seal(lambda: run(source, whole))
-    run(source, sealed)
-    meddled: list[Path] = []
-
-    def meddle(stage: str, done: int, total: int) -> None:
-        """Another process commits a shard, over whose file a third one writes that had begun it too."""
-        plan = read_plan(whole, 1)
-        part, shard = plan.layout.tasks()[-1]
-        path = plan.layout.parts[part].arrays[0].shard_path(shard)
-        if stage == "images" and not meddled and not (store / path).exists():
-            content = bytearray((whole / path).read_bytes())
-            content[10] ^= 1
-            (store / path).parent.mkdir(parents=True, exist_ok=True)
-            (store / path).write_bytes(content)
-            record = commits.commit_path(1, part, shard)
-            (store / record).parent.mkdir(parents=True, exist_ok=True)
-            for name in (commits.rows_path(1, part, shard), record):
-                shutil.copy(whole / name, store / name)
-            meddled.append(store / path)
-
-    encode(caption_recipe(), source, store, progress=meddle)
-    assert meddled
-    assert store_digest(store) == store_digest(sealed)
-
-
-@pytest.fixture
-def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Shards whose bytes are hashed to see whether they are as recorded, from here on."""
-    found, hash_file = list[str](), commits.xxh3_file
-
-    def count(path: Path) -> str:
-        if not str(path).endswith(".rows"):
-            found.append(str(path))
-        return hash_file(path)
-
-    monkeypatch.setattr(commits, "xxh3_file", count)
-    return found
-
-
-def shards_of(store: Path, tasks: list[Task]) -> list[str]:
-    layout = read_plan(store, 1).layout
-    return sorted(str(store / array.shard_path(task[1])) for task in tasks for array in layout.parts[task[0]].arrays)
+@pytest.mark.parametrize("order", [(1, 2, 3), (3, 1, 2)])
+def test_parts_in_any_order_make_the_store_of_one_process(order: tuple[int, ...], source: Path, tmp_path: Path) -> None:
+    """The last one makes a damaged shard of another again; parts of a complete store add what is new."""
+    store, images = tmp_path / "store", Path(shutil.copytree(source, tmp_path / "images"))
+    rows = read_metadata(images)
+    for revision, listed in ((1, rows[:6]), (2, rows)):
+        write_metadata(images, listed)
+        whole = run(images, tmp_path / "whole")
+        for i, number in enumerate(order):
+            report = run(images, store, f"{number}/3")
+            assert (report.manifest is None) == (report.num_left > 0) == (i < 2)
+            if (i, revision) == (0, 1):
+                shard = next(path for path in store.rglob("0") if path.is_file())
+                shard.write_bytes(bytes(shard.stat().st_size))  # as a disk that lost power leaves it
+        assert whole.manifest.revision == revision
+        assert store_digest(store) == store_digest(tmp_path / "whole")
+    assert run(images, store, "2/3").num_encoded == 0  # again: nothing is to be done
+    for text in ("0/2", "3/2", "1", "a/b", "1/2/3", ""):
+        with pytest.raises(ValueError, match="expected I/N"):
+            part_of(text)
 
 
 def test_a_disk_that_cannot_hold_what_is_missing_is_refused(
@@ -123,118 +98,6 @@ def test_a_disk_that_cannot_hold_what_is_missing_is_refused(
         monkeypatch.setattr(run_tasks.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
         with contextlib.nullcontext() if is_enough else pytest.raises(ResourceError, match=r"/store'.*iB free"):
             run(source, store)
-
-
-def test_a_resumed_part_reads_its_own_shards_and_only_the_last_reads_all(
-    source: Path, tmp_path: Path, hashed: list[str]
-) -> None:
-    run(source, tmp_path / "whole")
-    without_seal(lambda: run(source, tmp_path / "store"))
-    store, count = tmp_path / "store", 4
-    tasks = read_plan(store, 1).layout.tasks()
-    shares = [Part(number + 1, count).of(tasks) for number in range(count)]
-    for share in shares:  # each was interrupted before its last shard
-        (store / commits.commit_path(1, *share[-1])).unlink()
-    for number, share in enumerate(shares):
-        hashed.clear()
-        report = run(source, store, f"{number + 1}/{count}")
-        own = shards_of(store, share[:-1])
-        is_last = number == count - 1
-        assert sorted(hashed) == sorted(own + shards_of(store, tasks) * is_last)
-        assert bool(report.manifest) == is_last
-    hashed.clear()
-    run(source, store, "1/4")
-    assert not hashed  # sealed
-    assert store_digest(store) == store_digest(tmp_path / "whole")
-
-
-def test_of_many_that_end_together_one_reads_the_shards_again(source: Path, tmp_path: Path, hashed: list[str]) -> None:
-    store = tmp_path / "store"
-    run(source, tmp_path / "whole")
-    without_seal(lambda: run(source, store))
-    before = store_digest(tmp_path / "whole")
-    writers = [StoreWriter(store, read_plan(store, 1), own=()) for _ in range(4)]
-    hashed.clear()
-    threads = [
-        threading.Thread(target=seal_alone, args=(writer, lambda damaged: None, lambda: None)) for writer in writers
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(hashed) == sorted(str(store / path) for path in before if "/c/" in path)
-    assert store_digest(store) == before
-
-
-def test_the_last_part_makes_a_damaged_shard_of_another_again(source: Path, tmp_path: Path) -> None:
-    run(source, tmp_path / "whole")
-    store = tmp_path / "store"
-    assert run(source, store, "1/2").manifest is None
-    first = Path(shards_of(store, Part(1, 2).of(read_plan(store, 1).layout.tasks()))[0])
-    first.write_bytes(bytes(first.stat().st_size))  # as a disk that lost power leaves it
-    assert run(source, store, "2/2").manifest
-    assert store_digest(store) == store_digest(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("text", ["0/2", "3/2", "1", "1/0", "-1/2", "a/b", "1/2/3", ""])
-def test_what_is_no_part_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="expected I/N"):
-        part_of(text)
-
-
-@pytest.mark.parametrize("order", [(1, 2, 3), (3, 1, 2)])
-def test_parts_in_any_order_make_the_store_of_one_process(order: tuple[int, ...], source: Path, tmp_path: Path) -> None:
-    whole = run(source, tmp_path / "whole")
-    assert whole.manifest is not None
-    for i, number in enumerate(order):
-        report = run(source, tmp_path / "parts", f"{number}/3")
-        assert (report.manifest is None) == (i < 2)
-        assert (report.num_left > 0) == (i < 2)
-        assert 0 < report.num_encoded < whole.num_encoded
-    assert store_digest(tmp_path / "parts") == store_digest(tmp_path / "whole")
-    assert run(source, tmp_path / "parts", "2/3").num_encoded == 0  # again: nothing is to be done
-
-
-def test_two_processes_at_the_same_time_encode_no_shard_twice(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = tmp_path / "log"
-
-    def note(writer: StoreWriter, held: Leases, shard: Shard) -> int:
-        """Write down who encoded what; the first of each process waits for that of the other."""
-        with open(log, "a") as file:
-            file.write(f"{shard.part.name} {shard.number} {os.getpid()}\n")
-        end = time.monotonic() + 240
-        while len({line.split()[2] for line in log.read_text().splitlines()}) < 2 and time.monotonic() < end:
-            time.sleep(0.01)
-        return commit_shard(writer, held, shard)
-
-    monkeypatch.setattr(run_tasks, "commit_shard", note)
-    codes: list[int] = []
-    other = threading.Thread(target=lambda: codes.append(in_child(lambda: run(source, tmp_path / "store") and 0)))
-    other.start()
-    report = run(source, tmp_path / "store")
-    other.join()
-    assert codes == [0]
-    assert report.manifest is not None
-    encoded = [line.split() for line in log.read_text().splitlines()]
-    shards = [(part, int(shard)) for part, shard, _ in encoded]
-    tasks = read_plan(tmp_path / "store", 1).layout.tasks()
-    assert sorted(shards) == sorted(tasks)  # each once, by whomever
-    assert len({pid for _, _, pid in encoded}) == 2
-
-
-def test_a_part_of_a_store_that_is_complete_adds_what_is_new(source: Path, tmp_path: Path) -> None:
-    grown = make_caption_folder(tmp_path / "grown", count=9)
-    rows = read_metadata(grown)
-    write_metadata(grown, rows[:6])
-    run(grown, tmp_path / "store")
-    write_metadata(grown, rows)
-    left = [run(grown, tmp_path / "store", f"{number}/2") for number in (2, 1)]
-    assert left[0].manifest is None
-    assert left[1].manifest is not None
-    assert left[1].manifest.revision == 2
-    assert left[1].manifest.num_stored == 9
 
 
 def die_with(path: Path) -> None:
@@ -310,24 +173,6 @@ def test_the_lease_of_another_container_is_not_taken_for_one_of_the_dead(tmp_pat
         later = Lease(path)
         assert later.take() == is_free
         later.release()
-
-
-def test_who_comes_second_waits_and_is_told(tmp_path: Path) -> None:
-    root, waits, order = tmp_path / "store", [], []
-
-    def second() -> None:
-        with alone(root, "plan", lambda: waits.append(1)):
-            order.append("second")
-
-    with alone(root, "plan", lambda: None):
-        other = threading.Thread(target=second)
-        other.start()
-        while not waits:
-            time.sleep(0.01)
-        order.append("first")
-    other.join()
-    assert order == ["first", "second"]
-    assert not root.exists()  # nothing is left where nothing was made
 
 
 @pytest.mark.parametrize(

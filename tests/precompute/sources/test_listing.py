@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -61,52 +60,6 @@ def test_sql_that_takes_too_long_is_an_error_of_resources(monkeypatch: pytest.Mo
     monkeypatch.setattr(duck, "MAX_SECONDS", 0.1)
     with pytest.raises(ResourceError, match=r"the table: reading it took longer"), duck.database("the table") as sql:
         sql.execute("SELECT count(*) FROM range(1000000) a, range(1000000) b WHERE a.range * b.range = 7")
-
-
-SCRIPT = """
-import sys
-from pathlib import Path
-from leandit.precompute.sources.source import list_source
-
-def own_mib():
-    return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) / 1024
-
-list_source(sys.argv[1])  # what a first listing loads
-before, peak = own_mib(), []
-source = list_source(sys.argv[2], progress=lambda done: peak.append(own_mib()))
-print(len(source.records), len(source.listing_hash()), max([*peak, own_mib()]) - before)
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the memory of a process is read from Linux")
-def test_a_long_list_takes_no_memory_of_its_own(tmp_path: Path) -> None:
-    count = 80_000
-    for name, rows in (("short", 2), ("long", count)):
-        with open(tmp_path / f"{name}.jsonl", "w") as lines:
-            for i in range(rows):
-                row = {"path": f"folder/{i:09d}/no-such-image.jpg", "label": 7 if i else "cat"}
-                lines.write(json.dumps(row) + "\n")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "short.jsonl"), str(tmp_path / "long.jsonl")],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    length, _, grown_mib = done.stdout.split()
-    assert int(length) == count
-    assert float(grown_mib) < 200
-
-
-def test_linked_class_folders_are_followed_each_once_and_two_links_belong_to_the_higher(tmp_path: Path) -> None:
-    source, elsewhere = tmp_path / "source", tmp_path / "disk2/cats"
-    for path in (source / "dog/0.png", source / "dog/inner", elsewhere / "0.png"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch() if path.suffix else path.symlink_to(elsewhere, target_is_directory=True)
-    (source / "zebra").symlink_to(elsewhere, target_is_directory=True)  # the higher of two links to one folder
-    listed = list_source(source)
-    assert listed.classes == ["dog", "zebra"]
-    assert [(r.key, r.label, r.problem) for r in listed.records] == [("dog/0.png", 0, None), ("zebra/0.png", 1, None)]
-    assert listed.ignored.folders == {"inner": 1}
 
 
 def test_sql_opens_no_other_file_installs_nothing_and_keeps_its_limits(tmp_path: Path) -> None:

@@ -10,17 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from making import IMAGE_NAMES, bytes_of, make_image_folder, summary_of, write_file
 
-from leandit.datasets.disk import spill
 from leandit.datasets.errors import SourceError
 from leandit.precompute.config import SourceSection
 from leandit.precompute.sources.files.record import MAX_CAPTIONS
-from leandit.precompute.sources.listing import listing
 from leandit.precompute.sources.source import list_source
-from leandit.precompute.sources.tables import tables
 
 FLICKR = {
     "captions.txt": 'image,caption\na.jpg,"Two dogs , one ""big"" ."\na.jpg,A dog .\nb.jpg,A boat .\n',
@@ -125,44 +120,6 @@ def test_several_tables_of_one_folder_are_an_error_that_names_them(tmp_path: Pat
         write_file(tmp_path / name, "image,caption\na.jpg,a cat\n")
     with pytest.raises(SourceError, match=r"several tables name its images: train\.csv, val\.csv"):
         list_source(tmp_path)
-
-
-ROWS = st.lists(
-    st.tuples(
-        st.sampled_from(IMAGE_NAMES), st.sampled_from([-1, 0, 1]), st.sampled_from(["", "x", "y", "z"]), st.booleans()
-    ),
-    max_size=30,
-)
-
-
-def merged(rows: list[tuple[str, int, str, bool]]) -> list[tuple[Any, ...]]:
-    """By definition."""
-    records: dict[Any, tuple[str, bool, int, list[str]]] = {}
-    for i, (name, label, text, is_bad) in enumerate(rows):
-        label, text = (-1, "") if is_bad else (label, text)
-        key, bad, first_label, texts = records.get(name, (name, False, label, []))
-        if name not in records or ((text or is_bad) and label in (-1, first_label)):
-            texts = [*texts, text] if text and text not in texts else texts
-            records[name] = key, bad or is_bad, first_label, texts
-        else:
-            records[i] = name, True, -1, []
-    return [
-        (key, *((True, -1, ()) if bad else (False, label, tuple(texts)))) for key, bad, label, texts in records.values()
-    ]
-
-
-@given(rows=ROWS)
-def test_rows_of_one_image_are_merged_wherever_they_are(
-    rows: list[tuple[str, int, str, bool]], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = make_image_folder(tmp_path_factory.mktemp("rows"))
-    values = [{"file_name": n, "label": label, "text": 7 if bad else text} for n, label, text, bad in rows]
-    write_file(folder / "metadata.jsonl", "\n".join(map(json.dumps, [*values, {"file_name": "last.jpg"}])))
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (spill, listing, tables):
-            patch.setattr(module, "BATCH_ROWS", 4)
-        records = list(list_source(folder).records)[:-1]
-    assert [(r.key, bool(r.problem), r.label, r.captions) for r in records] == merged(rows)
 
 
 def test_a_record_of_too_many_rows_is_one_reject_and_takes_no_memory(tmp_path: Path) -> None:

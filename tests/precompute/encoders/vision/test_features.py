@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import pickle
 import shutil
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 import torch
@@ -24,7 +22,7 @@ from leandit.datasets.loader import make_loader
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import FeatureSection
 from leandit.precompute.encoders.vision.features import FeatureEncoder
-from leandit.precompute.images.pixels import crop_image, decode_image, variant_draws
+from leandit.precompute.images.pixels import crop_image, variant_draws
 
 IMAGES_PX, NUM_BLOCKS, NUM_REGISTERS = 64, 3, 3
 MEAN, STD = [0.48, 0.45, 0.4], [0.22, 0.23, 0.26]
@@ -217,36 +215,6 @@ def test_the_embedding_of_a_clip_is_that_of_transformers_and_stored_as_a_class_t
         encoder_of(saved["dinov2"], output="embedding")
 
 
-def test_the_embedding_of_a_clip_goes_from_a_recipe_into_batches(
-    saved: dict[str, Path], class_folder: Path, encode: Callable[..., object], tmp_path: Path
-) -> None:
-    settings = {"model": str(saved["clip"]), "output": "embedding", "resolution": 70}
-    said = [f"features.image.{key}={value}" for key, value in settings.items()]
-    encode(label_recipe("images.resolution=64", *said), class_folder, tmp_path / "store")
-    store, keys = LatentStore(tmp_path / "store"), ["n001/2.png", "n000/4.png"]
-    crops = [decode_image((class_folder / key).read_bytes(), bucket=(64, 64), crop="adm")[0] for key in keys]
-    (wanted,) = encoder_of(saved["clip"], **settings).encode(np.stack(crops))
-    rows = [store.feature("image", "64x64").row(store.record(key).row, "cls") for key in keys]
-    np.testing.assert_allclose(np.stack(rows), wanted, rtol=2e-3, atol=2e-3)  # as float16
-    batch = next(iter(make_loader(store, global_batch=15)))
-    found = {
-        store.record_at(position).key: cls
-        for position, cls in zip(batch.records.tolist(), batch.features["image"].cls, strict=True)
-    }
-    for key, row in zip(keys, rows, strict=True):
-        np.testing.assert_array_equal(found[key], row)
-
-
-def test_only_the_vision_tower_is_loaded_and_nothing_is_said_of_the_other(
-    saved: dict[str, Path], capfd: pytest.CaptureFixture[str]
-) -> None:
-    encoder = encoder_of(saved["clip"])
-    assert encoder.identity.class_name == "CLIPVisionModel"
-    assert "text_config" not in encoder.identity.config
-    assert encoder.identity.config["patch_size"] == 14
-    assert "UNEXPECTED" not in "".join(capfd.readouterr())
-
-
 @pytest.mark.parametrize("name", ["dinov2", "dinov3"])
 def test_encoding_in_float32_leaves_the_arithmetic_as_it_was(
     name: str, saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch
@@ -267,15 +235,27 @@ def test_encoding_in_float32_leaves_the_arithmetic_as_it_was(
         np.testing.assert_array_equal(found, wanted)
 
 
-def test_the_identity_has_what_changes_the_numbers(dinov2: Path) -> None:
-    first = encoder_of(dinov2).identity
-    assert (first.model, first.revision, first.dtype) == (str(dinov2), None, "float32")
-    assert (first.config["image_mean"], first.config["image_std"]) == (MEAN, STD)
-    assert set(first.libraries) == {"torch", "transformers"}
-    (dinov2 / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": STD}))
-    other = encoder_of(dinov2).identity
-    assert other.config["image_mean"] == [0.5] * 3
-    assert other.weights_sha256 == first.weights_sha256
+def test_tokens_of_a_further_crop_are_of_that_crop_and_a_batch_draws_one_view_for_both(
+    saved: dict[str, Path], class_folder: Path, tmp_path: Path
+) -> None:
+    of_teacher = f"features.teacher.model={saved['dinov2']}"
+    encode(label_recipe("images.variants=2", "vae.flip=true", of_teacher), class_folder, tmp_path / "store")
+    store = LatentStore(tmp_path / "store")
+    encoder = FeatureEncoder(FeatureSection(model=str(saved["dinov2"])), 32, CPU)
+    rows_of_tokens = dict[bytes, np.ndarray]()  # by those of latents
+    for variant, flipped in product(range(2), (False, True)):
+        (tokens,) = store.feature("teacher", "32x32").arrays("patches", variant=variant, flipped=flipped)
+        latents = store.latents("32x32", variant=variant, flipped=flipped)
+        for row, key in enumerate(store.records["key"].to_pylist()):
+            draw = variant_draws(key, 2, 1.25)[0] if variant else None
+            crop = crop_image(Image.open(class_folder / key).convert("RGB"), (32, 32), "adm", variant=draw)
+            crop = np.ascontiguousarray(crop[:, ::-1] if flipped else crop)
+            np.testing.assert_allclose(tokens[row], encoder.encode(crop[None])[0][0], rtol=0.01, atol=0.01)
+            rows_of_tokens[latents[row].tobytes()] = tokens[row]
+    for batch in make_loader(store, global_batch=5, features=["teacher"]):
+        assert batch.features["teacher"].stored_patches is not None
+        for row, tokens in zip(batch.stored.numpy(), batch.features["teacher"].stored_patches.numpy(), strict=True):
+            np.testing.assert_array_equal(tokens, rows_of_tokens[row.tobytes()])
 
 
 def without_a_weight(folder: Path) -> None:
@@ -291,23 +271,15 @@ def not_square(folder: Path) -> None:
 
 PREPROCESSOR = "preprocessor_config.json"
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "another kind": (
-        set_json("config.json", model_type="siglip2_vision_model"),
-        "siglip2_vision_model.*expected one of",
-    ),
-    "no kind": (set_json("config.json", model_type=["dinov2"]), "expected one of dinov2"),
-    "no config": (drop_files("config.json"), "there is no 'config.json'"),
+    "another kind": (set_json("config.json", model_type="siglip2"), "siglip2.*expected one of"),
     "no preprocessor": (drop_files(PREPROCESSOR), "there is no 'preprocessor_config.json'"),
-    "no weights": (drop_files("model.safetensors"), r"there are no weights 'model\*.safetensors'"),
     "a weight less": (without_a_weight, "1 weights are missing.*layernorm.weight"),
     "no mean": (set_json(PREPROCESSOR, image_mean=None), "'image_mean' of its preprocessor_config.json is None"),
     "no std": (set_json(PREPROCESSOR, image_std=[1, 1]), "'image_std' of its preprocessor_config.json is .1, 1."),
     "std of zero": (set_json(PREPROCESSOR, image_std=[1, 0, 1]), "expected numbers above 0"),
-    "a word": (set_json(PREPROCESSOR, image_mean=["a", 0, 0]), "'image_mean'.*expected three numbers"),
     "other pixels": (set_json(PREPROCESSOR, rescale_factor=0.0078), "'rescale_factor'.*expected 1/255"),
     "raw pixels": (set_json(PREPROCESSOR, do_normalize=False), "'do_normalize'.*is False, expected true"),
     "patch of two": (set_json("config.json", patch_size=[14, 14]), "patches of .14, 14. px"),
-    "patch of a word": (set_json("config.json", patch_size="x"), "cannot be loaded as Dinov2Model"),
     "another width": (set_json("config.json", hidden_size=64), "cannot be loaded as Dinov2Model"),
     "a grid that is not square": (not_square, "21 positions do not form a square"),
 }
@@ -320,27 +292,6 @@ def test_a_model_that_cannot_be_used_is_one_clear_error(
     spoil(dinov2)
     with pytest.raises(EncoderError, match=rf"features\.teacher\.model '.*dinov2.*{message}"):
         encoder_of(dinov2)
-
-
-class Payload:
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.marker,)
-
-
-def test_code_and_pickles_beside_a_model_are_not_run(dinov2: Path) -> None:
-    marker = dinov2.parent / "marker"
-    (dinov2 / "evil.py").write_text(f"open({str(marker)!r}, 'w')")
-    for name in ("config.json", PREPROCESSOR):
-        set_json(name, auto_map={"AutoModel": "evil.Evil", "AutoConfig": "evil.Evil"})(dinov2)
-    (dinov2 / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(marker)))
-    encoder_of(dinov2)
-    (dinov2 / "model.safetensors").unlink()
-    with pytest.raises(EncoderError, match="Only safetensors are read"):
-        encoder_of(dinov2)
-    assert not marker.exists()
 
 
 @pytest.mark.parametrize(
@@ -370,32 +321,3 @@ def test_int8_bears_a_channel_that_is_much_larger_than_the_others(factor: int, m
     tokens = np.random.default_rng(0).standard_normal((256, 768)).astype(np.float32)
     tokens[:, 7] = factor  # a massive activation
     assert 1 - np.median(cosines(tokens)) == pytest.approx(1 - median, rel=0.2)  # the figures of docs/features.md
-
-
-def test_tokens_of_a_further_crop_are_of_that_crop_and_a_batch_draws_one_view_for_both(
-    saved: dict[str, Path], class_folder: Path, tmp_path: Path
-) -> None:
-    of_teacher = f"features.teacher.model={saved['dinov2']}"
-    encode(label_recipe("images.variants=2", "vae.flip=true", of_teacher), class_folder, tmp_path / "store")
-    url = f"memory://variants-{tmp_path.name}/store"
-    fsspec.filesystem("memory").put(str(tmp_path / "store"), url.removeprefix("memory:/"), recursive=True)
-    store, encoder = (
-        LatentStore(tmp_path / "store"),
-        FeatureEncoder(FeatureSection(model=str(saved["dinov2"])), 32, CPU),
-    )
-    keys = store.records["key"].to_pylist()
-    rows_of_tokens = dict[bytes, np.ndarray]()  # by those of latents
-    for variant, flipped in product(range(2), (False, True)):
-        (tokens,) = store.feature("teacher", "32x32").arrays("patches", variant=variant, flipped=flipped)
-        latents = store.latents("32x32", variant=variant, flipped=flipped)
-        for row, key in enumerate(keys):
-            draw = variant_draws(key, 2, 1.25)[0] if variant else None
-            crop = crop_image(Image.open(class_folder / key).convert("RGB"), (32, 32), "adm", variant=draw)
-            crop = np.ascontiguousarray(crop[:, ::-1] if flipped else crop)
-            np.testing.assert_allclose(tokens[row], encoder.encode(crop[None])[0][0], rtol=0.01, atol=0.01)
-            rows_of_tokens[latents[row].tobytes()] = tokens[row]
-    for place in (store, LatentStore(url, remote={"folder": tmp_path / "cache"})):
-        for batch in make_loader(place, global_batch=5, features=["teacher"]):
-            assert batch.features["teacher"].stored_patches is not None
-            for row, tokens in zip(batch.stored.numpy(), batch.features["teacher"].stored_patches.numpy(), strict=True):
-                np.testing.assert_array_equal(tokens, rows_of_tokens[row.tobytes()])
