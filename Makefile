@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 IN_TWO := -n 2 --dist worksteal
 
+unexport PYTHONDONTWRITEBYTECODE  # what one interpreter compiles, the hundreds that tests start load
+
 .PHONY: demo test test-long gpu check docs format clean
 
 # The exact versions that were tested; torch's CPU build where the index offers one.
