@@ -245,7 +245,7 @@ def test_what_does_not_belong_is_named_and_hinders_no_reader(whole: Whole) -> No
     root = whole.again()
     temporary = f"{TEMPORARY_PREFIX}host@1-2@0.json"
     strays = ["notes.txt", "buckets/64x64/.DS_Store", "revisions/000009/records.parquet"]
-    strays += [f"revisions/{name}/plan/plan.json" for name in ("²", "9")]
+    strays += [f"revisions/{name}/plan/plan.json" for name in ("²", "9", "0" * 200)]
     for name in (*strays, f"revisions/000001/{temporary}", f"revisions/000002/{temporary}/plan.json"):
         write_file(root / name, "mine")
     (root / "elsewhere").symlink_to(root / "buckets")

@@ -69,46 +69,28 @@ def score_file(path: Path, scores: dict[str, Any], column: str = "score", key: s
     return path
 
 
-records = st.lists(
-    st.fixed_dictionaries(
-        {
-            "label": st.integers(0, 3),
-            "height_px": st.integers(1, 200),
-            "width_px": st.integers(1, 200),
-            "bucket": st.sampled_from(["48x80", "64x64"]),
-            "stored": st.booleans(),
-            "score": st.none() | st.sampled_from([1.0, 4.5, 5.0, 7.0, math.nan]),
-        }
-    ),
-    min_size=1,
-    max_size=30,
-)
+sides = st.integers(1, 200)
+RECORD = {"label": st.integers(0, 3), "height_px": sides, "width_px": sides, "stored": st.booleans()}
+RECORD |= {"bucket": st.sampled_from(["48x80", "64x64"])}
+RECORD |= {"score": st.none() | st.sampled_from([1.0, 4.5, 5.0, 7.0, math.nan])}
+records = st.lists(st.fixed_dictionaries(RECORD), min_size=1, max_size=30)
+labels, aspects = st.none() | st.sets(st.integers(0, 3), min_size=1), st.tuples(*[st.none() | st.just(0.5)] * 2)
 
 
-@given(
-    records,
-    st.none() | st.sets(st.integers(0, 3), min_size=1),
-    st.none() | st.just(0.5),
-    st.none() | st.just(2.0),
-    st.booleans(),
-)
+@given(records, labels, aspects, st.booleans())
 def test_the_records_that_fulfil_every_condition_train_and_no_others(
     tmp_path_factory: pytest.TempPathFactory,
     records: list[dict[str, Any]],
     labels: set[int] | None,
-    low: float | None,
-    high: float | None,
+    aspects: tuple[float | None, float | None],
     scored: bool,
 ) -> None:
+    low, high = aspects[0], aspects[1] and 1 / aspects[1]
     store = made_up_store(records, ["a", "b", "c", "d"])
     scores = {f"k{i}": record["score"] for i, record in enumerate(records)} | {"elsewhere": 9.0}
     path = score_file(tmp_path_factory.mktemp("scores") / "s.parquet", scores, "aesthetic", "name")
-    asked = RecordFilter(
-        sorted(labels) if labels else None,
-        low,
-        high,
-        ScoreTable(path, "aesthetic", 5.0, key="name") if scored else None,
-    )
+    table = ScoreTable(path, "aesthetic", 5.0, key="name") if scored else None
+    asked = RecordFilter(sorted(labels) if labels else None, low, high, table)
 
     def reason(record: dict[str, Any]) -> str | None:
         aspect = record["height_px"] / record["width_px"]

@@ -27,24 +27,17 @@ def values(batches: list[PlannedBatch]) -> list[tuple[int, str, list[int], list[
     return [(batch.plan, batch.bucket, batch.positions.tolist(), batch.epochs.tolist()) for batch in batches]
 
 
-orders = st.recursive(
-    st.builds(
-        BatchPlan,
-        st.dictionaries(st.sampled_from(["64x64", "48x80", "80x48"]), st.integers(1, 30), min_size=1),
-        st.integers(1, 9),
-        seeds,
-        st.sampled_from(["short", "carry"]),
-    ),
-    lambda parts: (
-        st.builds(Mixture, st.lists(st.tuples(parts, st.integers(1, 9)), min_size=1, max_size=3), seeds)
-        | st.builds(
-            lambda ended, last: Stages([*ended, (last, None)]),
-            st.lists(st.tuples(parts, st.integers(1, 20)), max_size=2),
-            parts,
-        )
-    ),
-    max_leaves=5,
-)
+buckets = st.dictionaries(st.sampled_from(["64x64", "48x80", "80x48"]), st.integers(1, 30), min_size=1)
+plans = st.builds(BatchPlan, buckets, st.integers(1, 9), seeds, st.sampled_from(["short", "carry"]))
+
+
+def mixed(parts: st.SearchStrategy[BatchOrder]) -> st.SearchStrategy[BatchOrder]:
+    ended = st.lists(st.tuples(parts, st.integers(1, 20)), max_size=2)
+    stages = st.builds(lambda ended, last: Stages([*ended, (last, None)]), ended, parts)
+    return stages | st.builds(Mixture, st.lists(st.tuples(parts, st.integers(1, 9)), min_size=1, max_size=3), seeds)
+
+
+orders = st.recursive(plans, mixed, max_leaves=5)
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=5), seeds, st.integers(0, 10**9))
