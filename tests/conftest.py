@@ -137,6 +137,13 @@ def tiny_models() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def small() -> Iterator[None]:
+    """Shards of two rows, encoders that are loaded once."""
+    with small_shards():
+        yield
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Encoders, which a precompute takes a second to load, are loaded once."""

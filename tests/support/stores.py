@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from making import (
     CPU,
     SIZES,
@@ -174,6 +176,18 @@ def content(store: LatentStore) -> dict[str, Any]:
         said = {k: v for k, v in row.items() if k not in ("revision", "row", "caption_ids")}
         found[record.key] = said, rows, {texts[j]: embeddings(store, j) for j in record.caption_ids}
     return found
+
+
+def bytes_in(part: Any) -> Iterator[bytes]:
+    """The bytes of every tensor of a batch."""
+    if isinstance(part, torch.Tensor):
+        yield part.contiguous().view(torch.uint8).numpy().tobytes() if part.numel() else b""
+    elif isinstance(part, dict):
+        for one in part.values():
+            yield from bytes_in(one)
+    elif is_dataclass(part):
+        for one in fields(part):
+            yield from bytes_in(getattr(part, one.name))
 
 
 def embeddings(store: LatentStore, caption: int) -> list[bytes]:

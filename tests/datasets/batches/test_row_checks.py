@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from faults import flip
-from stores import copy_of, files_of, make_plain, small_shards
+from stores import bytes_in, copy_of, files_of, make_plain, small_shards
 
 from leandit.datasets.batches import row_checks
 from leandit.datasets.errors import DamageError, RecipeError
@@ -30,22 +27,10 @@ class Damaged(NamedTuple):
     shards: list[str]
 
 
-def values_of(part: Any) -> Iterator[bytes]:
-    """The bytes of every tensor of a batch."""
-    if isinstance(part, torch.Tensor):
-        yield part.contiguous().view(torch.uint8).numpy().tobytes() if part.numel() else b""
-    elif isinstance(part, dict):
-        for one in part.values():
-            yield from values_of(one)
-    elif is_dataclass(part):
-        for one in fields(part):
-            yield from values_of(getattr(part, one.name))
-
-
 def epoch_of(root: Path, check: str = "first") -> list[list[bytes]]:
     """What one epoch reads."""
     loader = make_loader(LatentStore(root), global_batch=4, seed=1, prefetch=0, check=check)  # pyright: ignore
-    return [list(values_of(batch)) for batch in loader]
+    return [list(bytes_in(batch)) for batch in loader]
 
 
 def damaged(source: Path, work: Path) -> Damaged:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +20,7 @@ from making import (
     store_digest,
     tree_digest,
 )
-from stores import ImageSource, content, copy_of, files_of, make_grown, read_all, small_shards
+from stores import ImageSource, content, copy_of, files_of, make_grown, read_all
 
 from leandit.datasets.errors import DamageError, ResourceError, StoreError
 from leandit.datasets.format.schema import Manifest
@@ -33,10 +32,7 @@ PACKED = ("vae.flip=true", "store.codec=zstd")
 LITTER = ".leandit-tmp-"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _small() -> Iterator[None]:
-    with small_shards():
-        yield
+pytestmark = pytest.mark.usefixtures("small")
 
 
 @pytest.fixture(scope="module")

@@ -9,14 +9,14 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from faults import DAMAGES, REVISION_FILES, flip, read_after, undo_damage, without_seal
 from making import caption_recipe, encode, write_file
-from stores import ImageSource, copy_of, files_of, make_grown, make_plain, read_all, small_shards
+from stores import ImageSource, copy_of, files_of, make_grown, make_plain, read_all
 
 from leandit.datasets.disk.files import TEMPORARY_PREFIX
 from leandit.datasets.disk.hashing import canonical_json
@@ -29,11 +29,7 @@ from leandit.datasets.revisions.commits import read_commit
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.store import LatentStore
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _small() -> Iterator[None]:
-    with small_shards():
-        yield
+pytestmark = pytest.mark.usefixtures("small")
 
 
 class Whole:

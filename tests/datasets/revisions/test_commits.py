@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from faults import flip, without_seal
 from making import cut, encode, label_recipe, make_class_folder, store_digest
-from stores import copy_of, small_shards
+from stores import copy_of
 
 from leandit.datasets.disk.hashing import canonical_json, read_json
 from leandit.datasets.errors import DamageError
@@ -25,15 +25,9 @@ from leandit.datasets.revisions.commits import read_commit
 from leandit.datasets.revisions.plan import read_plan
 from leandit.precompute.planning import planner
 
-pytestmark = pytest.mark.usefixtures("quick")
+pytestmark = pytest.mark.usefixtures("small", "quick")
 COMMIT = "revisions/000001/commits/buckets/32x32/000001.json"
 ROWS = COMMIT.replace(".json", ".rows")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _two_shards() -> Iterator[None]:
-    with small_shards():
-        yield
 
 
 @pytest.fixture(scope="module")

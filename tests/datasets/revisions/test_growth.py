@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from making import tree_digest
-from stores import copy_of, make_grown, read_all, small_shards
+from stores import copy_of, make_grown, read_all
 
 from leandit.datasets.disk.hashing import canonical_json, sha256_of
 from leandit.datasets.errors import DamageError, LeanditError
@@ -17,11 +16,7 @@ from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.revisions.catalog import file_entry, read_manifest
 from leandit.datasets.store import LatentStore
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _small() -> Iterator[None]:
-    with small_shards():
-        yield
+pytestmark = pytest.mark.usefixtures("small")
 
 
 def test_stores_made_in_two_folders_have_one_root_hash(grown_store: Path, tmp_path: Path) -> None:
