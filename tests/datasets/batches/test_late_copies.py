@@ -25,39 +25,28 @@ BATCHES = 40
 Work = Callable[[], Any]
 
 
-class LateStream:
+class LateStream(list[Work]):
     """Work in its order, which nobody has waited for yet."""
 
     def __init__(self, device: Any = None) -> None:
-        self._work: list[Work] = []
-        self._done, self._lock = 0, threading.RLock()
-
-    def add(self, work: Work) -> None:
-        with self._lock:
-            self._work.append(work)
-
-    def end(self) -> int:
-        with self._lock:
-            return len(self._work)
+        super().__init__()
+        self.done, self._lock = 0, threading.RLock()
 
     def run_to(self, end: int) -> None:
         with self._lock:
-            for work in self._work[self._done : end]:
+            for work in self[self.done : end]:
                 work()
-            self._done = max(self._done, end)
-
-    def has_done(self, end: int) -> bool:
-        return self._done >= end
+            self.done = max(self.done, end)
 
 
 class LateEvent:
     """The end of what a stream had to do when it was recorded."""
 
     def record(self, stream: LateStream) -> None:
-        self._stream, self._end = stream, stream.end()
+        self._stream, self._end = stream, len(stream)
 
     def query(self) -> bool:
-        return self._stream.has_done(self._end)
+        return self._stream.done >= self._end
 
     def synchronize(self) -> None:
         self._stream.run_to(self._end)
@@ -77,13 +66,8 @@ class LateGpu:
         self._pinned: list[range] = []
         self._local = threading.local()
         self._to, self._empty = torch.Tensor.to, torch.empty
-        for name, stand_in in {
-            "Stream": LateStream,
-            "Event": LateEvent,
-            "stream": self._chosen,
-            "current_stream": self.current,
-            "is_available": lambda: True,
-        }.items():
+        like = {"Stream": LateStream, "Event": LateEvent, "stream": self._chosen, "current_stream": self.current}
+        for name, stand_in in (like | {"is_available": lambda: True}).items():
             patch.setattr(torch.cuda, name, stand_in)
         patch.setattr(torch, "empty", self._allocate)
         patch.setattr(torch.Tensor, "to", lambda tensor, *args, **how: self._copy(tensor, *args, **how))
@@ -118,7 +102,7 @@ class LateGpu:
         if is_pinned:  # of its memory, whatever lies in it by then
             assert tensor.is_contiguous()
             address, nbytes = tensor.data_ptr(), tensor.nbytes
-            self.current().add(lambda: _copy_memory(on_gpu, address, nbytes))
+            self.current().append(lambda: _copy_memory(on_gpu, address, nbytes))
         else:
             on_gpu.copy_(tensor)  # CUDA stages it before the call returns
         return on_gpu
@@ -129,7 +113,7 @@ class LateGpu:
     def _finish(self, batch: Batch) -> Batch:
         latents = torch.full_like(batch.stored[:, : batch.spec.channels], 99, dtype=torch.float32)
         vars(batch)["latents"] = latents
-        self.current().add(lambda: latents.copy_(final_latents(batch.stored, batch.spec, batch.draw_keys)))
+        self.current().append(lambda: latents.copy_(final_latents(batch.stored, batch.spec, batch.draw_keys)))
         return batch
 
 
