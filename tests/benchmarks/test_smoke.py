@@ -1,7 +1,4 @@
-"""Each script of benchmarks/ runs at its smallest size and prints its table; no time is asserted.
-
-What peers compute is compared with ours by the scripts, before they time it.
-"""
+"""Each script of benchmarks/ runs at its smallest size and prints its table; no time is asserted."""
 
 from __future__ import annotations
 

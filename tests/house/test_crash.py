@@ -1,8 +1,4 @@
-"""Stage 1 survives: death, I/O errors and a full disk at any operation, kill -9 at any time, company, a lying disk.
-
-Each test holds one promise: the same command again gives the tree of an undisturbed run, to the byte, and nothing
-beside it. The default forms take every so manieth operation; ``pytest -m slow`` takes all.
-"""
+"""Stage 1 survives death, I/O errors, kill -9, company and a lying disk: the same command again gives the same tree."""
 
 from __future__ import annotations
 

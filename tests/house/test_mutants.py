@@ -1,8 +1,4 @@
-"""The teeth of the crash tests: mistakes that are easily made in a commit protocol, each seeded and each caught.
-
-A mutant is a piece of the real code, changed in the child that runs it. The checks are those of ``test_crash.py``, at
-fewer places; the control run shows that each of them passes on the code as it is.
-"""
+"""The teeth of the crash tests: mistakes that are easily made in a commit protocol, each seeded and each caught."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Files of others: hostile stores, tars, lists, models and checkpoints end in one clear error, or in right numbers.
-
-What is trusted and what is not stands in ``docs/security.md``.
-"""
+"""Files of others (docs/security.md): hostile ones end in one clear error, or in right numbers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""A store against a model of it: whatever is done in whatever order, every record reads as its image encodes alone.
-
-Hypothesis chooses what happens: images come, change and go, precompute runs or dies anywhere, files are damaged and
-repaired, revisions are compacted. The model is a dictionary: of each image its content, of each content its latent,
-made by the encoder outside of the pipeline. With a batch of one, equal means equal to the bit.
-"""
+"""A store against a dictionary of images: whatever is done in whatever order, every record reads as its image alone."""
 
 from __future__ import annotations
 

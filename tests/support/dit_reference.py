@@ -24,11 +24,9 @@ def reference(
     *,
     by_neighbors: bool = False,
 ) -> Tensor:
-    """The papers' formulas in plain tensor arithmetic, one image at a time.
+    """The papers' formulas in plain arithmetic, one image at a time; ``by_neighbors``: LightningDiT's layout of heads.
 
-    Args:
-      y: labels, or for each image its caption (L, D) without padding.
-      by_neighbors: LightningDiT's own layout of heads, in which numbers that turn together are neighbors, by row first.
+    ``y``: labels, or for each image its caption (L, D) without padding.
     """
 
     def linear(name: str, v: Tensor) -> Tensor:

@@ -1,8 +1,4 @@
-"""A GPU of fake tensors: shapes, dtypes and devices as on "cuda:0", without one, and without bytes.
-
-torch's build for CPUs has neither a generator nor an autograd engine for CUDA: a step here goes up to its loss, takes
-gradients of zeros, and updates.
-"""
+"""A GPU of fake tensors: steps go up to their loss, take gradients of zeros, and update, without bytes."""
 
 from __future__ import annotations
 
@@ -48,11 +44,7 @@ class HostWaitError(AssertionError):
 
 
 class RefuseWaits(TorchDispatchMode):
-    """Raises where an operation would make the host wait, or reads memory of the host that is no number.
-
-    Args:
-      device_type: "cuda", or "cpu" to see only operations that wait by themselves, in a backward pass too.
-    """
+    """Raises where an operation would make the host wait, or reads memory of the host; "cpu": operations alone."""
 
     def __init__(self, device_type: str = "cuda") -> None:
         super().__init__()
@@ -88,12 +80,7 @@ class RefuseWaits(TorchDispatchMode):
 
 @contextlib.contextmanager
 def fake_cuda(patch: pytest.MonkeyPatch, *, capability: tuple[int, int] = (9, 0)) -> Iterator[FakeTensorMode]:
-    """Within this context, tensors on "cuda:0" can be made; all tensors that are made are fake.
-
-    Args:
-      patch: undone by the caller, at once after the context.
-      capability: of the GPU.
-    """
+    """Tensors on "cuda:0" can be made, all are fake; ``patch`` is undone by the caller, at once after the context."""
     _ensure_guard()
     generator = torch.Generator
 

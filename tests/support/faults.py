@@ -76,16 +76,7 @@ def undo_damage(path: Path, content: bytes) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a child ended.
-
-    Args:
-      code: its exit status, or minus the signal that ended it.
-      value: what its work returned.
-      operations: of the I/O layer that it did, in order.
-      fsyncs: how often it asked the system to make something durable.
-      error: names of the exception's classes, the nearest first; empty where there was none.
-      message: the exception's text, or its traceback.
-    """
+    """How a child ended: what its work returned, its I/O operations and syncs, the classes and text of its error."""
 
     code: int
     value: Any = None
@@ -134,12 +125,7 @@ class Child:
 
 
 def start(work: Callable[[], Any], *, failpoint: Failpoint | None = None, own_session: bool = False) -> Child:
-    """Fork a child that does some work under a failpoint and says how it ended.
-
-    Args:
-      work: what it does; what it returns must be JSON.
-      own_session: it leads a session and a process group of its own.
-    """
+    """Fork a child that does some work under a failpoint and says how it ended; what it returns must be JSON."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid:
@@ -212,10 +198,8 @@ def in_child(work: Callable[[], Any]) -> int:
 
 
 def read_after(faults: Iterable[tuple[str, Callable[[], None], Callable[[], None]]], root: Path, wanted: Any) -> int:
-    """Read a store after each fault, in a child: exactly the right numbers or an error of ours, and never a signal.
+    """Read a store in a child after each fault (name, make, undo): right numbers or an error of ours, never a signal.
 
-    Args:
-      faults: name of each, what brings it about, what undoes it.
     Returns: how many of them do not hinder a reader.
     """
     told = root.parent / "told"
@@ -269,11 +253,7 @@ def num_operations(work: Callable[[], Any]) -> int:
 
 
 def encode_wrongly(recipe: PrecomputeRecipe, source: Path, store: Path, arrays: Iterable[str], amount: float) -> None:
-    """Make a store that is consistent, and wrong: in shard 0 of some arrays a row differs, and its checksums fit.
-
-    Args:
-      amount: by which the first stored row differs from what it was, as a share.
-    """
+    """Make a store whose checksums fit, and whose first row of some arrays differs by a share of its numbers."""
     real = StoreWriter.commit
 
     def commit(self: StoreWriter, name: str, shard: int, written: dict[str, Any], results: Any, **how: Any) -> int:

@@ -1,9 +1,6 @@
-"""Python commands in forked children: torch and leandit are imported once, not for each command.
+"""Python commands in forked children of a server that has imported torch and leandit before any test.
 
-A server is forked when the session begins, before a test has started a thread, computed anything or patched the code.
-It forks a child for each command. A child has an environment, a folder, signals and files of its own, runs the code as
-``__main__`` and ends as an interpreter ends. Its imports are those of the tests, so what a start imports, and a signal
-while it does, is tested with an interpreter.
+What a start imports, and a signal while it does, is tested with an interpreter.
 """
 
 from __future__ import annotations
@@ -74,12 +71,7 @@ def stop_server() -> None:
 
 
 class ForkedPython(subprocess.Popen[Any]):
-    """``subprocess.Popen`` of ``python -c CODE``, ``python -m MODULE`` or ``python FILE``, forked by the server.
-
-    Args:
-      command: without the interpreter.
-      how: as of ``Popen``, with ``text`` by default; the child searches PYTHONPATH first.
-    """
+    """``Popen`` of ``python -c CODE``, ``-m MODULE`` or ``FILE``, forked by the server; PYTHONPATH comes first."""
 
     def __init__(self, command: Sequence[object], **how: Any) -> None:
         self._reading = threading.Lock()

@@ -1,10 +1,4 @@
-"""Crashes made to order: a small real precompute in a forked child that dies, fails or is killed where a test says.
-
-The child is forked after all imports and with the encoders loaded, so that a run costs a tenth of a second and hundreds
-of crash points are affordable. Everything that a run does is the real code; two things are swapped, and each run says
-which: shards are made small, so that few images fill several, and ``InProcessDecoders`` may stand in for the decoder
-children. What a child patches dies with it.
-"""
+"""Crashes made to order: a small real precompute in a forked child that dies or fails at any operation, in 0.1 s."""
 
 from __future__ import annotations
 
@@ -104,14 +98,7 @@ class InProcessDecoders(Decoders):
 class Scenario:
     """One command on one store: what was there before, what it does, and the tree that must come out.
 
-    Args:
-      place: folder in which stores are made and removed.
-      command: called with the store's path.
-      before: a store to start from, or None for nothing.
-      change: called in the child before the command, to patch the code.
-      whole: tree of the undisturbed run, as ``comparable`` gives it.
-      partial: trees of stores that are not finished: of the one before, and of this one before its manifest.
-      operations, fsyncs: of the undisturbed run.
+    ``whole``: tree of the undisturbed run, as ``comparable`` gives it; ``partial``: those of unfinished stores.
     """
 
     place: Path
@@ -126,11 +113,7 @@ class Scenario:
     def start(
         self, store: Path, failpoint: Failpoint | None = None, *, own_session: bool = False, begin: float = 0.0
     ) -> Child:
-        """Start the command on a store in a child.
-
-        Args:
-          begin: time of the monotonic clock at which it begins, so that two can at once.
-        """
+        """Start the command on a store in a child, at a time of the monotonic clock, so that two can at once."""
 
         def work() -> Any:
             if self.change:
@@ -264,11 +247,9 @@ def assert_true_so_far(store: Path, scenario: Scenario, said: str) -> None:
 
 
 def check_dies(scenario: Scenario, points: Iterable[int], *, again_at: Callable[[int], int] | None = None) -> int:
-    """Dying at some operations, then the same command again, gives the undisturbed tree.
+    """Dying at some operations, then the same command again, gives the undisturbed tree; how many died.
 
-    Args:
-      again_at: the operation at which the second run dies too, from that of the first; the third runs through.
-    Returns: number of points that died.
+    ``again_at``: the operation at which the second run dies too, from that of the first.
     """
     died = 0
     for at in points:
@@ -327,15 +308,9 @@ def check_short_writes(scenario: Scenario) -> int:
 
 
 def check_lost_files(scenario: Scenario, *, step: int = 1, start: int = 0, only: str = "") -> int:
-    """Where an unfinished store lost the content of a file, the next run makes it anew.
+    """Where an unfinished store lost the content of a file, the next run makes it anew; how many were lost.
 
-    The store lacks only its manifest. Each file in turn is empty, full of zeros, or gone. Of the plan, which is there
-    whole before anything hangs on it, nothing can be made anew: its loss is named, and nothing is overwritten.
-
-    Args:
-      step, start: every so manieth loss, and the first.
-      only: regular expression of the files' paths.
-    Returns: number of losses that were made.
+    Files of the plan cannot be made anew: their loss is named, and nothing is overwritten.
     """
     lost = 0
     last = scenario.operations.index("rename manifest.json")
@@ -369,12 +344,7 @@ def check_lost_files(scenario: Scenario, *, step: int = 1, start: int = 0, only:
 
 
 def check_order(scenario: Scenario) -> int:
-    """The order of operations that a power cut needs: no name before its bytes, no record before its data.
-
-    A file is created, written and synced under a temporary name, renamed, and its folder synced, before another file is
-    begun; the files of a plan are synced in a temporary folder, which is renamed. So a commit record is durable after
-    its shards, and the manifest after all. Returns the number of files.
-    """
+    """No name before its bytes, no record before its data, as a power cut needs it; returns the number of files."""
     names: list[str] = []  # of files that have their final name, durably
     state, in_folder = "idle", False
     for operation in scenario.operations:

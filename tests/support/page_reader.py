@@ -1,7 +1,4 @@
-"""A reader of stores written from FORMAT.md alone: no Zarr, no leandit.
-
-If it has to change, so must every reader that somebody wrote in another language: a FORMAT break.
-"""
+"""A reader of stores from FORMAT.md alone: if it has to change, so must readers in other languages (FORMAT break)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One rank of a training run in a process of its own: a few trainings, one after the other, on tiny models.
-
-RANK=0 WORLD_SIZE=2 ... python rank_main.py '[{"recipe": "dit-s-4", "set": [...], "store": "S", "run": "R"}]'
-"""
+"""One rank of a training run: trains the jobs of its first argument (JSON), one after the other, on tiny models."""
 
 from __future__ import annotations
 

@@ -108,13 +108,7 @@ def make_run(
     starts: list[Mapping[str, Any]] | None = None,
     tail: str = "",
 ) -> Path:
-    """Write a finished run.
-
-    Args:
-      change: called with the number of each line, from 1, and the line.
-      starts: changes to a start, one for each; None: one.
-      tail: of ``metrics.jsonl``, after the lines.
-    """
+    """Write a finished run; ``change`` is called with the number of each line, from 1, and the line."""
     (run / "samples").mkdir(parents=True)
     steps = f"run.steps={lines * LOG_EVERY}"
     values = load(recipe, [steps, "data.holdout=0.1", *overrides]).model_dump()

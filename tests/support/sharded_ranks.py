@@ -1,7 +1,4 @@
-"""One of two processes that hold halves of a model: its optimizer and averages beside those of a whole model.
-
-Run as: sharded_ranks.py RANK FILE NAME..., where FILE is where the processes meet.
-"""
+"""One of two processes with halves of a model, beside the whole one: sharded_ranks.py RANK FILE-TO-MEET NAME..."""
 
 from __future__ import annotations
 

@@ -215,15 +215,7 @@ BASE = ("vae.flip=true", "vae.batch_size=4", "store.text_dtype=int8")
 
 
 class Everything(NamedTuple):
-    """A source and stores of it.
-
-    Args:
-      source: images and captions.
-      before: two revisions, with the encoders of ``first``.
-      added: the same, then a revision that adds those of ``recipe``.
-      grown: the same, then a revision with new, changed and dropped images.
-      source_then: the source as it was when ``added`` was made.
-    """
+    """A source and stores of it: of two revisions, with encoders added, grown; ``source_then``: before it grew."""
 
     source: Path
     source_then: Path

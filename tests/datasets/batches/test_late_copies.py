@@ -1,7 +1,4 @@
-"""The loader and a GPU that does everything as late as it may: no batch is torn, none is used too early.
-
-Stands for CUDA: the work of a stream is done when the host waits for an event that was recorded after it, never before.
-"""
+"""The loader and a GPU whose streams do everything as late as they may: no batch is torn, none is used too early."""
 
 from __future__ import annotations
 
@@ -53,13 +50,7 @@ class LateEvent:
 
 
 class LateGpu:
-    """The parts of torch that the loader uses for a GPU.
-
-    Attributes:
-      compute: the current stream of a thread that has chosen none.
-      copies: whether each copy came from page-locked memory, was asynchronous, and was not on ``compute``.
-      kept: for each tensor that was kept for a stream, by its address.
-    """
+    """What the loader uses of torch for a GPU; copies are noted: pinned, asynchronous, beside ``compute``."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.compute, self.copies, self.kept = LateStream(), list[tuple[bool, bool, bool]](), dict[int, LateStream]()
