@@ -38,6 +38,7 @@ USERS = (
     "tools.inspection.images",
     "tools.plan.dry_run",
     "tools.plan.precompute_cost",
+    "tools.sample.evaluation.images",
 )
 
 

@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 import pytest
 from faults import start
 from forked import ForkedPython, run_forked
-from making import CPU, TRAIN_RECIPE, train_recipe
+from making import CPU, TRAIN_RECIPE, Leandit, train_recipe
 from runs import bits, read_all
 
 from leandit.datasets.disk.strays import find_strays
 from leandit.datasets.store import LatentStore
-from leandit.tools.cli.main import main
 from leandit.train import loop
 from leandit.train.loop import train
 from leandit.train.parallel.stop import EXIT_RESUMABLE, StopRequest, Terminated
@@ -67,7 +66,6 @@ def begin_training(store: Path, run: Path, *, forked: bool) -> subprocess.Popen[
     command = ["-c", TINY_LEANDIT, "train", "dit-s-2-256", "--store", str(store), "--run", str(run), *settings]
     how: Any = {"env": os.environ | {"OMP_NUM_THREADS": "1"}, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = ForkedPython(command, **how) if forked else subprocess.Popen([sys.executable, *command], text=True, **how)
-    assert process.stdout is not None
     assert process.stdout.readline() == "main\n"
     return process
 
@@ -101,7 +99,7 @@ def wait_for_a_checkpoint(run: Path, process: subprocess.Popen[str]) -> None:
 
 
 def check_moments(count: int, store: Path, undisturbed: Undisturbed, root: Path) -> dict[str, int]:
-    """Send SIGTERM at random moments, in turn of all of the command's time and of that after its first checkpoint.
+    """Send SIGTERM, or SIGINT, at random moments, in turn of all of a command's time and of that after a checkpoint.
 
     Half of the commands get a second one right after. Only those stopped at their start have their imports before it.
 
@@ -116,16 +114,17 @@ def check_moments(count: int, store: Path, undisturbed: Undisturbed, root: Path)
         share = (number + draw.random()) / count
         delay = share * (undisturbed.stepping_seconds if number % 2 else undisturbed.seconds)
         time.sleep(delay)
-        process.send_signal(signal.SIGTERM)
+        signal_sent, code = (signal.SIGINT, 130) if number % 4 == 1 else (signal.SIGTERM, EXIT_RESUMABLE)
+        process.send_signal(signal_sent)
         if draw.random() < 0.5:
             time.sleep(draw.random() / 20)
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal_sent)
         out, err = process.communicate(timeout=240)
         said = f"number {number}, after {delay:.2f} of {undisturbed[1:]} s: {process.returncode}\n{out}{err}"
         # What is raised in a finalizer is dropped by Python, with a note of its own.
         assert "Traceback" not in err or "Exception ignored in" in err, said
         found, finished = checkpoint.find("checkpoint", run), (run / f"checkpoint-{STEPS}").is_dir()
-        assert process.returncode in ((0, EXIT_RESUMABLE) if finished else (EXIT_RESUMABLE,)), said
+        assert process.returncode in ((0, code) if finished else (code,)), said
         met["finished" if finished else "stepping" if found else "startup"] += 1
         for path in found:
             read_all(path)
@@ -142,9 +141,7 @@ def check_moments(count: int, store: Path, undisturbed: Undisturbed, root: Path)
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("count", [2, pytest.param(50, marks=pytest.mark.slow)])
-def test_sigterm_at_any_moment_ends_with_75_and_costs_no_bit(
-    count: int, label_store: LatentStore, tmp_path: Path
-) -> None:
+def test_sigterm_at_any_moment_costs_no_bit(count: int, label_store: LatentStore, tmp_path: Path) -> None:
     undisturbed = undisturbed_run(label_store.path, tmp_path / "undisturbed", forked=count == 2)
     met = check_moments(count, label_store.path, undisturbed, tmp_path)
     assert count == 2 or min(met["startup"], met["stepping"]) > 5, met
@@ -184,17 +181,13 @@ def test_sigterm_while_a_checkpoint_is_written_lets_it_finish_and_makes_one_of_t
     stop, write_folder = StopRequest(), checkpoint.write_folder
     stop.catch(signal.SIGTERM)
 
-    def write_while_killed(final: Path, files: Any, *, replace: bool) -> bool:
-        def killing() -> Iterator[Any]:
-            for number, file in enumerate(files):
-                if final.name == "checkpoint-4" and number == 1:
-                    for _ in range(3):
-                        kill_self()
-                yield file
+    def killing(final: Path, files: Any) -> Iterator[Any]:
+        for number, file in enumerate(files):
+            for _ in range(3 if (final.name, number) == ("checkpoint-4", 1) else 0):
+                kill_self()
+            yield file
 
-        return write_folder(final, killing(), replace=replace)
-
-    monkeypatch.setattr(checkpoint, "write_folder", write_while_killed)
+    monkeypatch.setattr(checkpoint, "write_folder", lambda to, of, **how: write_folder(to, killing(to, of), **how))
     outcome = train_here(label_store.path, tmp_path / "run", stop, "run.async_checkpoint=false")
     # Looked at once a step: the signal came after step 4 had been looked at, so step 5 is done and saved as well.
     assert (outcome.step, outcome.finished, stop.is_terminated) == (5, False, True)
@@ -202,7 +195,7 @@ def test_sigterm_while_a_checkpoint_is_written_lets_it_finish_and_makes_one_of_t
     read_all(tmp_path / "run/checkpoint-4")
 
 
-def test_of_the_snapshots_of_stops_the_newest_stays(
+def test_the_newest_snapshot_of_a_stop_stays(
     label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, make_step = tmp_path / "run", loop.train_step
@@ -236,7 +229,7 @@ BEGINNING = {"open_stores": opening, "train_step": loop}
 
 
 @pytest.mark.parametrize("place", BEGINNING)
-def test_sigterm_before_there_is_a_step_stops_at_once(
+def test_sigterm_before_a_step_stops(
     place: str, label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop, work = StopRequest(), getattr(BEGINNING[place], place)
@@ -251,7 +244,7 @@ def test_sigterm_before_there_is_a_step_stops_at_once(
 
 
 def test_a_signal_that_an_import_turns_into_another_error_still_ends_with_75(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    leandit: Leandit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def turn(*_args: object, **_kwargs: object) -> None:
         try:
@@ -260,11 +253,8 @@ def test_a_signal_that_an_import_turns_into_another_error_still_ends_with_75(
             raise ImportError("numpy.core.multiarray failed to import") from None
 
     monkeypatch.setattr("leandit.precompute.pipeline.precompute", turn)
-    monkeypatch.setattr(sys, "argv", ["leandit", "precompute", "demo", "--source", ".", "--store", str(tmp_path / "s")])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == EXIT_RESUMABLE
-    assert "terminated" in capsys.readouterr().err
+    ended = leandit("precompute", "demo", "--source", ".", "--store", "s")
+    assert (ended.code, "terminated" in ended.err) == (EXIT_RESUMABLE, True)
 
 
 def test_a_second_sigterm_while_the_first_is_carried_out_ends_at_once_with_75() -> None:
@@ -279,14 +269,14 @@ def test_a_second_sigterm_while_the_first_is_carried_out_ends_at_once_with_75() 
     assert child.wait().code == EXIT_RESUMABLE
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (None, 75)])
-def test_a_rank_that_stops_because_another_was_terminated_ends_as_that_one(number: int | None, code: int) -> None:
-    stop = StopRequest()
-    stop.hold()
-    if number:
-        stop.catch(number)
-        os.kill(os.getpid(), number)
-    assert stop.exit_code == code
+def test_a_rank_that_stops_because_another_was_terminated_ends_as_that_one() -> None:
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 75), (None, 75)):
+        stop = StopRequest()
+        stop.hold()
+        if number:
+            stop.catch(number)
+            os.kill(os.getpid(), number)
+        assert stop.exit_code == code
 
 
 @pytest.mark.parametrize(("first", "asked"), [(signal.SIGINT, False), (signal.SIGTERM, True)])

@@ -30,9 +30,7 @@ def out(caption_store: LatentStore, tmp_path_factory: pytest.TempPathFactory) ->
     return out
 
 
-def test_progress_shows_the_same_captions_at_four_steps(
-    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_shows_captions_at_four_steps(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "SAMPLE_STEPS", 2)
     assert demo.progress_steps(out / "run") == [1, 2, 4, 8]
     buckets = len(LatentStore(out / "store").buckets)

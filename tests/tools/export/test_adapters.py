@@ -79,7 +79,7 @@ def outputs(model: Any, snapshot: Snapshot) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_loaded_adapters_compute_what_the_run_does(
+def test_adapters_compute_what_the_run_does(
     name: str, bases: dict[str, Path], runs: dict[str, Path], tmp_path: Path
 ) -> None:
     made = export(runs[name], tmp_path / "out")

@@ -53,7 +53,6 @@ def json_of(store: LatentStore | Path, *arguments: str) -> Any:
 def test_the_promised_keys_hold_the_values_of_the_store(label_store: LatentStore, caption_store: LatentStore) -> None:
     labels, captions = json_of(label_store), json_of(caption_store)
     for found, store in ((labels, label_store), (captions, caption_store)):
-        assert store.manifest is not None
         sealed = sum(entry.bytes for entry in store.manifest.files)
         assert found["bytes"]["total"] == sealed == sum(found["bytes"].values()) / 2
         expected = {"complete": True, "buckets": dict(store.buckets), "fingerprint": store.spec.fingerprint}
@@ -70,9 +69,7 @@ def test_the_promised_keys_hold_the_values_of_the_store(label_store: LatentStore
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_the_quality_of_captions_is_shown_if_they_were_narrowed(
-    dtype: str, caption_folder: Path, tmp_path: Path
-) -> None:
+def test_the_quality_of_narrowed_captions_is_shown(dtype: str, caption_folder: Path, tmp_path: Path) -> None:
     encode(caption_recipe(f"store.text_dtype={dtype}"), caption_folder, tmp_path / "store")
     store = LatentStore(tmp_path / "store")
     facts, shown, cosines = json_of(store), text_of(store), store.captions["min_cosine"].to_pylist()
@@ -110,9 +107,7 @@ def test_an_incomplete_store_says_so(unsealed_store: Path, tmp_path: Path) -> No
     assert re.search(r"14 planned = \d stored \+ 0 rejected \+ \d missing", text_of(path))
 
 
-def test_a_record_is_described_with_its_captions_and_its_place(
-    label_store: LatentStore, caption_store: LatentStore
-) -> None:
+def test_a_record_is_described_with_its_place(label_store: LatentStore, caption_store: LatentStore) -> None:
     record = caption_store.record_at(4)
     values = json_of(caption_store, record.key)
     texts = caption_store.captions["text"].to_pylist()
@@ -175,7 +170,7 @@ def frames_of(pixels: np.ndarray) -> int:
     ("asked", "cells"),
     [({"count": 5}, 5), ({}, 15), ({"bucket": "32x32"}, 15), ({"class_name": "n001"}, 5), ({"key": "n001/2.png"}, 1)],
 )
-def test_a_contact_sheet_has_a_frame_for_each_record(
+def test_a_sheet_has_a_frame_a_record(
     asked: dict[str, Any], cells: int, label_store: LatentStore, tmp_path: Path
 ) -> None:
     drawn, pixels = draw(label_store, tmp_path / "new/sheet.png", **asked)
@@ -189,9 +184,7 @@ def test_a_sheet_of_nothing_is_refused(asked: dict[str, Any], label_store: Laten
     assert not (tmp_path / "sheet.png").exists()
 
 
-def test_originals_are_drawn_beside_what_is_decoded_and_rejects_with_what_can_be_read(
-    label_store: LatentStore, class_folder: Path, tmp_path: Path
-) -> None:
+def test_originals_and_rejects_are_drawn(label_store: LatentStore, class_folder: Path, tmp_path: Path) -> None:
     key = "n001/2.png"
     pixels = draw(label_store, tmp_path / "a.png", key=key, source=str(class_folder), with_originals=True)[1]
     assert frames_of(pixels) == 2

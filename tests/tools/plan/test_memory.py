@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from forked import fork_interpreters, run_forked
-from making import CPU, no_progress, shrink_models
+from making import CPU, shrink_models
 from planner import CASES, Case, measured_peak, planner_job, predicted_peak
 from runs import report_line
 
@@ -27,7 +26,6 @@ from leandit.tools.plan.step_memory import (
     OPTIMIZER,
     PARAMETERS,
     STATES,
-    Progress,
     Strategy,
     Traced,
     TraceError,
@@ -35,13 +33,12 @@ from leandit.tools.plan.step_memory import (
     run_trace,
     trace_steps,
 )
-from leandit.tools.plan.strategies import SINGLE, strategies, strategy_rows, with_ds_config
+from leandit.tools.plan.strategies import SINGLE, with_ds_config
 from leandit.tools.plan.tracing import check_line
 from leandit.tools.plan.training import measured_mfu, plan, render
 from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
 from leandit.tools.synthetic.batches import synthetic_run
 from leandit.train.config import load
-from leandit.train.models.build import build_model
 
 ADAMW = "optimizer.name=adamw"  # the demo takes Muon
 SMALL = ["model.num_classes=10", "run.precision=fp32", "run.compile=false", "run.global_batch=8"]
@@ -62,22 +59,13 @@ def measured_apart(job: dict[str, Any]) -> int:
     return int(run_forked(["-c", MEASURE, json.dumps(job)], check=True).stdout)
 
 
-def traced_once(
-    workload: TrainingWorkload,
-    bucket: str,
-    known: Sequence[Strategy],
-    *,
-    precision: str,
-    device_type: str = "cuda",
-    progress: Progress = no_progress,
-) -> dict[str, Traced]:
+def traced_once(workload: TrainingWorkload, bucket: str, known: Sequence[Strategy], **how: Any) -> dict[str, Traced]:
     """As ``trace_steps``; plans of the same step share its trace, which does not depend on the size of the batch."""
     recipe = workload.recipe.model_copy(update={"run": workload.recipe.run.model_copy(update={"global_batch": 8})})
-    key = repr((dataclasses.replace(workload, recipe=recipe), bucket, known, precision, device_type))
+    kind = how["precision"], how.get("device_type", "cuda")
+    key = repr((dataclasses.replace(workload, recipe=recipe), bucket, known, kind))
     if key not in TRACED:
-        TRACED[key] = trace_steps(
-            workload, bucket, known, precision=precision, device_type=device_type, progress=progress
-        )
+        TRACED[key] = trace_steps(workload, bucket, known, **how)
     return TRACED[key]
 
 
@@ -122,19 +110,13 @@ def test_the_peak_is_the_one_of_real_steps(case: Case, tmp_path: Path) -> None:
     assert 0.97 < predicted_peak(job) / measured_peak(job) < 1.05
 
 
+OF_TWO_RANKS = ("ddp", 2), ("zero-1", 1), ("zero-2", 1), ("zero-3", 1)
+
+
 @pytest.mark.parametrize(
-    ("strategy", "microbatches"),
-    [
-        ("fsdp", 1),
-        *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in (("ddp", 2), ("zero-1", 1), ("zero-2", 1), ("zero-3", 1))
-        ),
-    ],
+    ("strategy", "microbatches"), [("fsdp", 1), *(pytest.param(*one, marks=pytest.mark.slow) for one in OF_TWO_RANKS)]
 )
-def test_the_peak_of_one_of_several_ranks_is_the_one_of_real_steps(
-    strategy: str, microbatches: int, tmp_path: Path
-) -> None:
+def test_the_peak_of_one_of_several_ranks_is_the_real_one(strategy: str, microbatches: int, tmp_path: Path) -> None:
     """With several microbatches DDP has the gradients twice: in its buckets, and summed outside until the last one."""
     case = Case("demo", 128, 4, microbatches, (ADAMW,), strategy=strategy, ranks=2)
     job = planner_job(case, CPU, tmp_path, *SMALL)
@@ -148,7 +130,7 @@ def test_the_peak_of_every_benchmarked_configuration_is_the_one_of_real_steps(ca
     assert 0.97 < predicted_peak(job) / measured_apart(job) < 1.05
 
 
-def test_the_states_are_those_of_the_model() -> None:
+def test_the_states_are_those_of_the_model_and_as_many_images_fit_as_there_is_room_for() -> None:
     learner = synthetic_run(work().recipe, work().spec, work().tokens, CPU)
     parameters = list(learner.engine.model.parameters())
     found, num_bytes = traced(device_type="cpu").whole, sum(p.nbytes for p in parameters)
@@ -156,17 +138,11 @@ def test_the_states_are_those_of_the_model() -> None:
     assert found.states[OPTIMIZER] == 2 * num_bytes + 4 * len(parameters)
     in_blocks = sum(p.nbytes for block in learner.engine.model.blocks for p in block.parameters())
     assert found.outside_blocks == num_bytes - in_blocks
-
-
-@pytest.mark.integration
-def test_frozen_weights_have_no_other_states() -> None:
-    it, found = work("lora.rank=4"), traced("lora.rank=4", device_type="cpu").whole
-    with torch.device("meta"):
-        model = build_model(it.spec, seed=0)
-    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    assert found.states[GRADIENTS] == found.states[EMA] == trained
-    assert found.states[OPTIMIZER] == pytest.approx(2 * trained, rel=0.01)
-    assert found.states[PARAMETERS] > 5 * trained
+    room = found.total(50) + 1
+    assert (found.largest(room), found.largest(room, most=20)) == (50, 20)
+    assert found.largest(sum(found.states[name] for name in STATES) / 2) == 0
+    assert found.offloaded((OPTIMIZER,)).total(50) == found.total(50) - found.states[OPTIMIZER]
+    assert found.total(51) > room
 
 
 @pytest.mark.integration
@@ -175,23 +151,6 @@ def test_checkpointing_takes_less_and_accumulation_keeps_the_gradients() -> None
     assert checkpointed.whole.peak(256)[ACTIVATIONS] < 0.6 * plain.whole.peak(256)[ACTIVATIONS]
     assert plain.split.peak(64)[GRADIENTS] >= plain.whole.states[GRADIENTS]
     assert plain.whole.peak(64)[GRADIENTS] < 0.2 * plain.whole.states[GRADIENTS]
-
-
-@pytest.mark.slow
-def test_fp8_is_planned_as_the_bf16_that_it_keeps() -> None:
-    plain, eight = (traced("run.precision=bf16", f"run.fp8={fp8}").whole for fp8 in ("none", "rowwise"))
-    assert (eight.base == plain.base).all()
-
-
-@pytest.mark.integration
-def test_the_largest_microbatch_fits_and_the_next_one_does_not() -> None:
-    found = traced().whole
-    room = found.total(50) + 1
-    assert found.largest(room) == 50
-    assert found.largest(room, most=20) == 20
-    assert found.largest(sum(found.states[name] for name in STATES) / 2) == 0
-    assert found.offloaded((OPTIMIZER,)).total(50) == found.total(50) - found.states[OPTIMIZER]
-    assert found.total(51) > room
 
 
 def test_a_trace_that_fails_says_so() -> None:
@@ -203,36 +162,25 @@ def test_a_trace_that_fails_says_so() -> None:
         check_line("64x64", memory, round(1.02 * memory.total(5)))
 
 
-@pytest.mark.slow
-def test_a_plan_says_what_is_asked_for_and_reads_the_buckets_of_a_ds_config(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
-
-    def rows(zero: dict[str, object]) -> dict[str, float]:
-        (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
-        it = work(f"parallel.deepspeed_config={tmp_path / 'ds.json'}")
-        known = [SINGLE, *(one for one in strategies(it.recipe, 2) if one.name == "zero-2")]
-        found = trace_steps(it, "64x64", known, precision="fp32")
-        return {name: memory.whole.total(4) for name, (memory, _) in strategy_rows(found, 2).items()}
-
-    small, large = rows({"stage": 2, "reduce_bucket_size": 1000}), rows({"stage": 2, "reduce_bucket_size": 50_001_000})
-    # Of 200 MB; with small buckets the peak lies at another moment of the step.
-    assert large["zero-2"] - small["zero-2"] > 0.8 * 200_000_000
-    assert large["zero-2, offloaded"] < large["zero-2"]
-    with pytest.raises(RecipeError, match="reduce_bucket_size"):
-        rows({"stage": 2, "reduce_bucket_size": "many"})
-
-
 @pytest.mark.slow  # what waits on the host is traced above by default
-def test_a_plan_of_deepspeed_shows_what_the_file_changes_and_every_stage(tmp_path: Path) -> None:
+def test_a_plan_of_deepspeed_reads_the_file_and_shows_what_it_changes_and_every_stage(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
-    recipe, _ = with_ds_config(load("demo", [*SMALL, ADAMW, f"parallel.deepspeed_config={path}"]), 2)
-    changes = ["run.grad_clip  1.0  0.5"]
-    found = plan(workload_at_resolution(recipe, 64), gpu="H200", num_gpus=2, images=0, run=None, changes=changes)
+
+    def planned(**zero: object) -> dict[str, Any]:
+        path.write_text(json.dumps({"zero_optimization": {"stage": 2} | zero}))
+        recipe, _ = with_ds_config(load("demo", [*SMALL, ADAMW, f"parallel.deepspeed_config={path}"]), 2)
+        how: dict[str, Any] = {"gpu": "H200", "num_gpus": 2, "images": 0, "run": None}
+        return plan(workload_at_resolution(recipe, 64), **how, changes=["run.grad_clip  1.0  0.5"])
+
+    found = planned(reduce_bucket_size=1000)
     assert re.search("\nstrategy    deepspeed with .*\n *run.grad_clip  1.0  0.5\n", render(found))
     rows = {row["strategy"]: row for row in found["strategies"]}
     assert {"zero-1", "zero-2", "zero-3", "zero-2, offloaded"} <= rows.keys()
     assert rows["zero-2, offloaded"]["host"] > rows["zero-2"]["host"] == 0
+    assert rows["zero-2, offloaded"]["total"] < rows["zero-2"]["total"]
+    with pytest.raises(RecipeError, match="reduce_bucket_size"):
+        planned(reduce_bucket_size="many")
 
 
 @pytest.mark.slow
@@ -265,11 +213,6 @@ def test_a_small_model_is_not_promised_more_than_its_launches_allow(tmp_path: Pa
 
     (tmp_path / "metrics.jsonl").write_text(json.dumps(report_line(1) | {"mfu": 0.3}) + "\n")
     assert not rates(tmp_path, global_batch=8)["H200"]["launch_bound"]  # measured, so its launches are in it
-
-
-def test_images_that_are_no_whole_patches_are_refused() -> None:
-    with pytest.raises(RunError, match="is not divisible by the patch size"):
-        workload_at_resolution(load("dit-s-2-256", SMALL), 250)
 
 
 def test_a_plan_says_what_each_strategy_and_gpu_takes(tmp_path: Path) -> None:
@@ -306,22 +249,21 @@ def test_a_plan_says_what_each_strategy_and_gpu_takes(tmp_path: Path) -> None:
     measured = plan(work(), gpu="H200", num_gpus=1, images=0, run=tmp_path)
     assert (measured["mfu"], measured["images"]) == (0.4, 8 * work().recipe.run.steps)
     assert measured["strategies"][0]["strategy"] == "single"
-
-
-def test_a_plan_is_refused_where_it_could_only_guess(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="not known"):
         plan(work(), gpu="GTX 1080", num_gpus=1, images=0, run=None)
+    (tmp_path / "metrics.jsonl").unlink()
     with pytest.raises(RecipeError, match="has no MFU"):
         measured_mfu(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "side_px", "tokens", "width"),
-    [("dit-xl-2-256", 256, 256, 0), ("lightningdit-xl-1-256", 256, 256, 0), ("sana-1600m-1024", 1024, 1024, 2304)],
-)
-def test_without_a_store_sizes_are_those_that_the_model_is_trained_with(
-    recipe: str, side_px: int, tokens: int, width: int
-) -> None:
-    found = workload_at_resolution(load(recipe, []), side_px)
-    assert found.image_tokens(found.largest_bucket) == tokens
-    assert not width or found.spec.caption_width == width
+def test_without_a_store_sizes_are_those_that_the_model_is_trained_with() -> None:
+    for recipe, side_px, tokens, width in (
+        ("dit-xl-2-256", 256, 256, 0),
+        ("lightningdit-xl-1-256", 256, 256, 0),
+        ("sana-1600m-1024", 1024, 1024, 2304),
+    ):
+        found = workload_at_resolution(load(recipe, []), side_px)
+        assert found.image_tokens(found.largest_bucket) == tokens
+        assert found.spec.caption_width == width
+    with pytest.raises(RunError, match="is not divisible by the patch size"):
+        workload_at_resolution(load("dit-s-2-256", SMALL), 250)

@@ -5,33 +5,28 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-import time
 from collections import namedtuple
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from making import (
     COMPANIONS,
     CPU,
     caption_recipe,
-    label_recipe,
+    encode,
     make_caption_folder,
     make_companion_folder,
-    no_progress,
+    read_metadata,
     tree_digest,
+    write_metadata,
 )
 from tiny_models import make_dinov2
 
 from leandit.datasets.errors import FingerprintMismatch, ResourceError, SourceError
 from leandit.datasets.store import LatentStore
-from leandit.precompute.encoders.vae import ImageEncoder
-from leandit.precompute.images.decoders import DecoderProcess
-from leandit.precompute.pipeline import precompute
 from leandit.tools.plan import precompute_cost
 from leandit.tools.plan.dry_run import describe_precompute
-from leandit.tools.plan.precompute_cost import Probe, check_room
+from leandit.tools.plan.precompute_cost import check_room
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -59,8 +54,7 @@ def test_the_predicted_bytes_are_those_of_the_store(settings: list[str], tmp_pat
         captions = [f"a green square number {i} beside {'a small red circle ' * (i % 9)}" for i in range(250)]
         lines.write(json.dumps({"file_name": "images/more.png", "captions": captions}) + "\n")
     found = describe_precompute(recipe, source, CPU).new_bytes
-    assert found is not None
-    precompute(recipe, source_path=source, store_path=store, device=CPU, progress=no_progress)
+    encode(recipe, source, store)
     written = written_bytes(store, "")
     assert written <= sum(found.values()) <= 1.3 * written + SLACK
     arrays = written_bytes(store, "buckets", "captions")
@@ -68,69 +62,26 @@ def test_the_predicted_bytes_are_those_of_the_store(settings: list[str], tmp_pat
     assert abs(written_bytes(store, "captions") - found["captions"]) <= 0.01 * arrays + SLACK
 
 
-def test_the_predicted_bytes_of_labels_and_rejects_are_those_of_the_store(class_folder: Path, tmp_path: Path) -> None:
-    recipe, store = label_recipe("source.max_reject_share=0.5"), tmp_path / "store"
-    source = shutil.copytree(class_folder, tmp_path / "source")  # other tests read the folder too
-    (source / "n000" / "broken.png").write_bytes(b"no image")
-    dry_run = describe_precompute(recipe, source, CPU)
-    text, found = dry_run.text, dry_run.new_bytes
-    assert found is not None
-    assert "captions" not in found
-    assert "1 x not_an_image" in text
-    precompute(recipe, source_path=source, store_path=store, device=CPU, progress=no_progress)
-    written = written_bytes(store, "")
-    assert written <= sum(found.values()) <= 1.3 * written + SLACK
-
-
 def test_an_addition_to_a_finished_store_is_predicted_and_not_refused(tmp_path: Path) -> None:
     source, store = make_companion_folder(tmp_path / "source"), tmp_path / "store"
     more = [f"features.dino.model={make_dinov2(tmp_path / 'dinov2')}", *COMPANIONS]
     more += ["text.short.kind=t5", "text.short.model=shipped:t5", "text.short.max_tokens=5"]
-    precompute(caption_recipe(), source_path=source, store_path=store, device=CPU, progress=no_progress)
+    encode(caption_recipe(), source, store)
     before, was = written_bytes(store, "buckets", "captions"), tree_digest(store)
     found = describe_precompute(caption_recipe(*more), source, CPU, store=store)
     assert tree_digest(store) == was
-    assert found.new_bytes is not None
     assert found.refusal is None
     for words in ("would add encoders or images to it", "would complete      8 images", "after startup", "iB"):
         assert words in found.text
     assert found.new_bytes["latents"] == 0
-    precompute(caption_recipe(*more), source_path=source, store_path=store, device=CPU, progress=no_progress)
+    encode(caption_recipe(*more), source, store)
     predicted = sum(size for name, size in found.new_bytes.items() if name != "tables")
     assert abs(written_bytes(store, "buckets", "captions") - before - predicted) <= SLACK
     with pytest.raises(FingerprintMismatch, match=r"latent\.batch_size"):
         describe_precompute(caption_recipe(*more, "vae.batch_size=5"), source, CPU, store=store)
 
 
-def test_what_is_done_once_is_not_timed(caption_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first forward of each shape takes long, as one that compiles does; so does the first image of a decoder."""
-    seen, encode, ask = set(), ImageEncoder.encode, DecoderProcess.ask
-
-    def slow_at_first(self: ImageEncoder, pixels: np.ndarray) -> np.ndarray:
-        if pixels.shape not in seen:
-            seen.add(pixels.shape)
-            time.sleep(1)
-        return encode(self, pixels)
-
-    def slow_to_start(self: DecoderProcess, *job: Any, **how: Any) -> Any:
-        if self._process is None:
-            time.sleep(1)
-        return ask(self, *job, **how)
-
-    probes, run = list[Probe](), precompute_cost.run_probe
-    monkeypatch.setattr(precompute_cost, "run_probe", lambda *given: probes.append(run(*given)) or probes[0])
-    monkeypatch.setattr(ImageEncoder, "encode", slow_at_first)
-    monkeypatch.setattr(DecoderProcess, "ask", slow_to_start)
-    describe_precompute(caption_recipe(), caption_folder, CPU)
-    assert probes[0].images == 14
-    assert seen
-    assert probes[0].encode_seconds < 1
-    assert probes[0].decode_seconds < 1
-
-
-def test_the_store_of_the_probe_is_removed_and_nothing_of_the_user_changes(
-    caption_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_probe_leaves_nothing_behind(caption_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     before = tree_digest(caption_folder)
@@ -155,9 +106,7 @@ def test_a_disk_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest
         check_room(store, 1501)
 
 
-def test_a_store_that_grows_says_what_would_be_encoded(
-    caption_folder: Path, caption_store: LatentStore, tmp_path: Path
-) -> None:
+def test_growth_says_what_would_be_encoded(caption_folder: Path, caption_store: LatentStore, tmp_path: Path) -> None:
     source, store = shutil.copytree(caption_folder, tmp_path / "source"), tmp_path / "store"
     shutil.copytree(caption_store.path, store)
     assert "would encode        nothing" in describe_precompute(caption_recipe(), source, CPU, store=store).text
@@ -179,25 +128,20 @@ def test_a_store_that_grows_says_what_would_be_encoded(
     ):
         assert line in words
     assert "1 distinct" in said.text
-    assert said.new_bytes is not None
     assert said.store_bytes == sum(said.new_bytes.values()) + sum(map(len, before.values()))
-    report = precompute(caption_recipe(), source_path=source, store_path=store, device=CPU, progress=no_progress)
+    report = encode(caption_recipe(), source, store)
     assert report.num_encoded == 2
     assert written_bytes(store, "revisions") <= sum(said.new_bytes.values())
 
 
 def test_what_a_run_would_refuse_a_dry_run_refuses_alike(caption_folder: Path, tmp_path: Path) -> None:
-    source = shutil.copytree(caption_folder, tmp_path / "source")
-    rows = [json.loads(line) for line in (source / "metadata.jsonl").read_text().splitlines()]
-    for row in rows[:8]:
-        row.pop("captions")
-    (source / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    said = describe_precompute(caption_recipe(), source, CPU, store=tmp_path / "store")
+    source, store = shutil.copytree(caption_folder, tmp_path / "source"), tmp_path / "store"
+    rows = read_metadata(source)
+    write_metadata(source, [{"file_name": row["file_name"]} for row in rows[:8]] + rows[8:])
+    said = describe_precompute(caption_recipe(), source, CPU, store=store)
     assert "would reject 8 x no_caption" in " ".join(said.text.split())
     with pytest.raises(SourceError) as caught:
-        precompute(
-            caption_recipe(), source_path=source, store_path=tmp_path / "store", device=CPU, progress=no_progress
-        )
+        encode(caption_recipe(), source, store)
     wanted = "8 of 14 records are rejected, more than source.max_reject_share = 0.01: 8 x no_caption."
     assert str(caught.value).startswith(wanted)
     assert str(said.refusal).startswith(wanted)

@@ -18,7 +18,6 @@ from PIL import Image
 from tiny_autoencoders import save_autoencoder
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from leandit.datasets.batches.captions import Captions as PackedCaptions
 from leandit.datasets.errors import EncoderError, LeanditError, RecipeError, RunError
 from leandit.datasets.recipe import to_toml
 from leandit.datasets.store import LatentStore
@@ -26,7 +25,7 @@ from leandit.precompute.encoders.model_files import local_folder
 from leandit.tools.cli.preflight import check_evaluation, check_subjects
 from leandit.tools.sample.request import SampleRequest
 from leandit.tools.sample.sample import sample_grid, sample_set
-from leandit.tools.sample.sampler import check_request, compiles, open_sampler
+from leandit.tools.sample.sampler import check_request, open_sampler
 from leandit.tools.sample.subjects import Captions
 from leandit.tools.synthetic.store import make_store
 from leandit.train.sampling.snapshot import load_snapshot
@@ -61,12 +60,7 @@ def test_sampling_twice_gives_the_same_image_and_another_seed_or_size_another(go
         assert go(runs.labels, labels=["1"], steps=2, bucket=bucket)["bucket"] == bucket
 
 
-# ------------------------------------------------------------------------------------------------------------ subjects
-
-
-def test_labels_and_captions_are_those_requested_else_spread_over_all(
-    go: Draw, runs: Any, caption_store: LatentStore
-) -> None:
+def test_labels_and_captions_are_as_requested_or_spread(go: Draw, runs: Any, caption_store: LatentStore) -> None:
     named = go(runs.labels, labels=["N002", "0", "1"], count=2, steps=1)
     assert named["samples"] == ["2: n002"] * 2 + ["0: n000"] * 2 + ["1: n001"] * 2
     captions = caption_store.captions["text"].to_pylist()
@@ -83,23 +77,11 @@ def test_labels_and_captions_are_those_requested_else_spread_over_all(
 def test_captions_of_the_store_equal_those_encoded_live(runs: Any, caption_store: LatentStore, tmp_path: Path) -> None:
     moved = shutil.copytree(runs.captions, tmp_path / "elsewhere/run")  # from here the run does not find its store
     snapshot, texts = load_snapshot(runs.captions, CPU), caption_store.captions["text"].to_pylist()[:4]
-    stored, live = (
-        captions.conditioning(captions.embed(texts))
-        for captions in (
-            Captions(snapshot, runs.captions, None, None, CPU),
-            Captions(snapshot, moved, None, "shipped:t5", CPU),
-        )
-    )
-    one, other = stored.captions, live.captions
-    assert isinstance(one, PackedCaptions)
-    assert isinstance(other, PackedCaptions)
+    sources = Captions(snapshot, runs.captions, None, None, CPU), Captions(snapshot, moved, None, "shipped:t5", CPU)
+    one, other = (captions.conditioning(captions.embed(texts)).valid_captions for captions in sources)
     assert one.lengths == other.lengths
     torch.testing.assert_close(one.tokens, other.tokens, rtol=2e-3, atol=2e-3)  # stored as float16
     assert not torch.equal(one.tokens, other.tokens)  # not both read from the store
-
-
-def snapshot_of_encoder(weights: str) -> Any:
-    return SimpleNamespace(state={"text_encoder": {"weights_sha256": weights * 64}})
 
 
 def test_captions_come_from_any_store_of_the_run_that_still_exists(tmp_path: Path) -> None:
@@ -108,12 +90,12 @@ def test_captions_come_from_any_store_of_the_run_that_still_exists(tmp_path: Pat
     run = tmp_path / "run"
     run.mkdir()
 
-    def stores(*names: str) -> None:
-        paths = [{"path": f"../{name}"} for name in names]
-        (run / "run.json").write_text(json.dumps({"stores": paths}))
+    def captions_of(*names: str, weights: str = "0") -> Captions:
+        (run / "run.json").write_text(json.dumps({"stores": [{"path": f"../{name}"} for name in names]}))
+        snapshot: Any = SimpleNamespace(state={"text_encoder": {"weights_sha256": weights * 64}})
+        return Captions(snapshot, run, None, None, CPU)
 
-    stores("few", "many", "gone")
-    captions = Captions(snapshot_of_encoder("0"), run, None, None, CPU)
+    captions = captions_of("few", "many", "gone")
     few, many = (LatentStore(tmp_path / name) for name in ("few", "many"))
     expected = [many.caption_embedding(3), few.caption_embedding(1), many.caption_embedding(3)]
     for found, embedding in zip(captions.embed(["noise 3", "noise 1", "noise 3"]), expected, strict=True):
@@ -121,20 +103,17 @@ def test_captions_come_from_any_store_of_the_run_that_still_exists(tmp_path: Pat
         assert np.array_equal(found[""].tokens, embedding.astype(np.float32))
     assert captions.store.path == run / "../few"  # the first that has it
     with pytest.raises(RunError, match=r"store '.*few': its captions come from another text encoder"):
-        Captions(snapshot_of_encoder("1"), run, None, None, CPU)
-    stores("gone")
+        captions_of("few", weights="1")
     with pytest.raises(RunError, match="its store is gone"):
-        _ = Captions(snapshot_of_encoder("0"), run, None, None, CPU).store
+        _ = captions_of("gone").store
 
 
 @pytest.mark.parametrize(
     ("which", "options", "words"),
     [
         ("labels", {"labels": ["3"]}, "label: no class '3'.*0 to 2"),
-        ("labels", {"labels": ["-1"]}, "label: no class '-1'"),
         ("labels", {"labels": ["m001"]}, "--label: no class 'm001'. Did you mean 'n001'"),
         ("labels", {"guidance": -1.0}, "--guidance -1: expected a number from 0 to 100"),
-        ("labels", {"guidance": float("nan")}, "--guidance nan"),
         ("labels", {"guided_channels": 5}, "--guided-channels 5: the latents have 4"),
         ("labels", {"captions": ["a red circle"]}, "--caption: model 'DiT-S/4' takes class labels"),
         ("captions", {"labels": ["1"]}, "--label: model 'pixart-tiny' takes captions"),
@@ -152,60 +131,33 @@ def test_what_the_model_cannot_draw_is_refused(which: str, options: dict, words:
             check_subjects(getattr(runs, which), options.get("labels", []), options.get("captions", []))
 
 
-def test_a_check_of_the_folder_alone_leaves_what_can_be_drawn_and_what_is_damaged(runs: Any, tmp_path: Path) -> None:
-    check_subjects(runs.labels, ["n001", "2"], [])
-    check_subjects(runs.captions, [], ["a red circle"])
-    (tmp_path / "snapshot-4").mkdir()
-    for content in ("", "{", "[]", "{}", '{"spec": {"caption_width": 0}}'):
-        (tmp_path / "snapshot-4/state.json").write_text(content)
-        check_subjects(tmp_path, ["lion"], [])
-
-
-@pytest.mark.parametrize("text", ["1", "a,b", "0.5,0.2", "0,2", "-1,1", "nan,1", "0,,1"])
-def test_an_interval_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(RecipeError, match="--guidance-times"):
-        SampleRequest(guidance_times=text)
+def test_requests_that_cannot_be_met_are_refused(go: Draw, runs: Any, tmp_path: Path) -> None:
+    for text in ("1", "a,b", "0.5,0.2", "0,2", "nan,1", "0,,1"):
+        with pytest.raises(RecipeError, match="--guidance-times"):
+            SampleRequest(guidance_times=text)
     assert SampleRequest(guidance_times="0.1,0.8").interval == (0.1, 0.8)
-
-
-def test_guidance_of_a_model_that_never_saw_null_is_refused(runs: Any) -> None:
-    snapshot = load_snapshot(runs.labels, CPU)
-    assert snapshot.state["drop"] == 0.1
-    unguided = dataclasses.replace(snapshot, state=snapshot.state | {"drop": 0.0})
-    with pytest.raises(RecipeError, match=r"trained with conditioning\.drop = 0"):
-        check_request(unguided, SampleRequest(guidance=4.0), "ddim")
-    check_request(unguided, SampleRequest(guidance=1.0), "ddim")
-
-
-def test_a_clip_score_of_classes_is_refused_before_they_are_drawn(runs: Any, tmp_path: Path) -> None:
     how: dict[str, Any] = {"against": None, "clip": "clip.file", "features": "inception", "out": tmp_path}
     with pytest.raises(RecipeError, match=r"--clip: run .* draws classes"):
         check_evaluation(runs.labels, captions=None, **how)
-    check_evaluation(runs.labels, captions=tmp_path, **how)
     check_evaluation(runs.captions, captions=None, **how)
-
-
-def test_a_missing_store_or_snapshot_is_an_error(go: Draw, runs: Any, tmp_path: Path) -> None:
     with pytest.raises(LeanditError, match="nowhere"):
         go(runs.captions, captions=["a red circle"], steps=1, store=tmp_path / "nowhere")
     with pytest.raises(RunError, match="no snapshot"):
         go(tmp_path)
+    (tmp_path / "snapshot-4").mkdir()
+    for content in ("{", "[]", '{"spec": {"caption_width": 0}}'):  # what is damaged is found later
+        (tmp_path / "snapshot-4/state.json").write_text(content)
+        check_subjects(tmp_path, ["lion"], [])
 
 
-# --------------------------------------------------------------------------------------------------------------- images
-
-
-def test_images_of_one_label_differ_and_are_those_of_a_set(runs: Any, tmp_path: Path) -> None:
-    request = SampleRequest(labels=["2", "0"], count=2, steps=2, guidance=1.0)
-    sample_set(runs.labels, request, out=tmp_path, device=CPU, progress=no_progress)
-    drawn = dict(open_sampler(runs.labels, request, CPU, evenly=True).draw([0, 2, 1, 3]))
-    for number, pixels in drawn.items():
-        expected = np.asarray(Image.open(tmp_path / f"{number:06d}.png")).astype(int)
-        assert np.abs(pixels - expected).max() <= 1
-    assert np.abs(drawn[0].astype(int) - drawn[2]).max() > 8
-
-
-def test_latents_that_are_not_finite_are_no_image(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guidance_without_null_and_latents_that_are_not_finite_are_refused(
+    runs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = load_snapshot(runs.labels, CPU)
+    unguided = dataclasses.replace(snapshot, state=snapshot.state | {"drop": 0.0})
+    with pytest.raises(RecipeError, match=r"trained with conditioning\.drop = 0"):
+        check_request(unguided, SampleRequest(guidance=4.0), "ddim")
+    check_request(unguided, SampleRequest(guidance=1.0), "ddim")
     sampler = open_sampler(runs.labels, SampleRequest(labels=["2", "0"], count=2, steps=2, guidance=1.0), CPU)
     drawn = torch.zeros(4, sampler.snapshot.spec.channels, 4, 4)
     drawn[1, 0, 2, 3] = torch.nan
@@ -214,23 +166,18 @@ def test_latents_that_are_not_finite_are_no_image(runs: Any, monkeypatch: pytest
         list(sampler.draw([0, 2, 1, 3]))
 
 
-def other_vae(folder: Path, channels: int) -> str:
-    """A tiny untrained VAE for latents of the same size as those of the shipped one."""
-    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
-    save_autoencoder(folder, "kl", latent_channels=channels, block_out_channels=(8,) * 4, **blocks)
-    return str(folder)
-
-
-def test_another_vae_is_used_with_a_warning_and_one_of_other_channels_refused(
-    go: Draw, runs: Any, tmp_path: Path
-) -> None:
-    result = go(runs.labels, labels=["0"], steps=1, vae=other_vae(tmp_path / "vae", 4))
-    assert "not the VAE that the store was made with" in result["warning"]
-    copy = shutil.copytree(local_folder("shipped:vae"), tmp_path / "same")  # type: ignore[arg-type]
-    assert go(runs.labels, labels=["0"], steps=1, vae=str(copy))["warning"] is None
+def test_another_vae_is_warned_of_or_refused(go: Draw, runs: Any, tmp_path: Path) -> None:
+    blocks: Any = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+    other, wide = (
+        str(save_autoencoder(tmp_path / f"{n}", "kl", latent_channels=n, block_out_channels=(8,) * 4, **blocks))
+        for n in (4, 8)
+    )
+    assert "not the VAE that the store was made with" in go(runs.labels, labels=["0"], steps=1, vae=other)["warning"]
+    same = shutil.copytree(str(local_folder("shipped:vae")), tmp_path / "same")
+    assert go(runs.labels, labels=["0"], steps=1, vae=str(same))["warning"] is None
     words = r"decodes 8 channels of 1/\d+ of the pixels, the latents of snapshot .* have 4 of"
     with pytest.raises(EncoderError, match=words):
-        go(runs.labels, labels=["0"], steps=1, vae=other_vae(tmp_path / "wide", 8))
+        go(runs.labels, labels=["0"], steps=1, vae=wide)
 
 
 @pytest.mark.parametrize(
@@ -254,43 +201,24 @@ def test_images_of_one_size_compile_each_kind_of_block_once_and_are_those_of_eag
     assert np.abs(drawn[0] - drawn[1]).max() <= 2
 
 
-def test_blocks_are_compiled_on_a_gpu_for_many_images_or_as_requested() -> None:
-    gpu, many = torch.device("cuda"), SampleRequest(count=50_000)
-    assert compiles(many, gpu)
-    assert not compiles(many, CPU)
-    assert not compiles(many, gpu, processes=64)
-    assert not compiles(SampleRequest(count=256), gpu)
-    assert compiles(SampleRequest(count=256, steps=250), gpu)
-    assert compiles(SampleRequest(compiled=True), CPU)
-    assert not compiles(dataclasses.replace(many, compiled=False), gpu)
-
-
-# ----------------------------------------------------------------------------------------------- published checkpoints
-
-
 def recipes(folder: Path, recipe: Any, encoders: Any) -> dict[str, str]:
     for name, section in (("train.toml", recipe), ("precompute.toml", encoders)):
         (folder / name).write_text(to_toml(section))
     return {"recipe": str(folder / "train.toml"), "encoders": str(folder / "precompute.toml")}
 
 
-def test_a_published_dit_is_drawn_from_without_a_run(go: Draw, runs: Any, tmp_path: Path) -> None:
-    (tmp_path / "DiT.safetensors").write_bytes(
-        official_bytes(load_snapshot(runs.labels, CPU).model.state_dict(), ".safetensors")
-    )
+def test_published_checkpoints_are_drawn_from_without_a_run(go: Draw, runs: Any, tmp_path: Path) -> None:
+    weights = load_snapshot(runs.labels, CPU).model.state_dict()
+    (tmp_path / "DiT.safetensors").write_bytes(official_bytes(weights, ".safetensors"))
     names = recipes(tmp_path, train_recipe("dit-s-4", "model.num_classes=3"), label_recipe())
     given: dict[str, Any] = {"labels": ["2", "0"], "steps": 2, "bucket": "32x32"}
-    expected = grid_pixels(go(runs.labels, **given))
-    result = go(tmp_path / "DiT.safetensors", **names, **given)
+    expected, result = grid_pixels(go(runs.labels, **given)), go(tmp_path / "DiT.safetensors", **names, **given)
     assert (result["snapshot"], result["warning"]) == ("DiT.safetensors", None)
     assert np.array_equal(grid_pixels(result)[:32], expected[:32])  # their names, below, are others
-
-
-def test_a_published_pixart_is_drawn_from_without_a_run(go: Draw, runs: Any, tmp_path: Path) -> None:
     model: Any = load_snapshot(runs.captions, CPU).model
     model.net.save_pretrained(tmp_path / "PixArt/transformer")
     names = recipes(tmp_path, train_recipe("pixart-tiny"), caption_recipe())
-    given: dict[str, Any] = {"captions": ["a tiny yellow square", "a red circle"], "steps": 2, "guidance": 2.0}
+    given = {"captions": ["a tiny yellow square", "a red circle"], "steps": 2, "guidance": 2.0}
     expected = grid_pixels(go(runs.captions, **given, bucket="64x64"))
     result = go(tmp_path / "PixArt", **names, **given)
     assert (result["bucket"], result["warning"]) == ("64x64", None)  # of three, the square one

@@ -7,7 +7,6 @@ import json
 import logging
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,22 +53,6 @@ def test_elsewhere_a_plain_line_has_rate_rejects_and_the_time_left(clock: list[f
     ]
 
 
-def test_a_terminal_has_a_bar_with_counts_rate_time_left_and_rejects() -> None:
-    with ProgressLine(Console(file=(stream := io.StringIO()), width=160, force_terminal=True)) as line:
-        line("list", 1234, 0)
-        line("images", 0, 12_000)
-        for done in (4, 8):
-            time.sleep(0.05)
-            line("images", done, 12_000)
-        line(REJECTED, 1, 0)
-        line("images", 9, 12_000, "[b]")
-    shown = stream.getvalue()
-    assert "1234/1234" in shown, "a stage of unknown length has ended when the next one begins"
-    assert "9/12000" in shown.replace(" ", "")
-    assert "[b], 1 rejected" in shown
-    assert "0:0" in shown
-
-
 def test_what_to_run_next_can_be_pasted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LEANDIT_QUIET", raising=False)
     print_next(["inspect", Path("my stores/a")], ["sample", "run", "--caption", "it's\n"])
@@ -91,9 +74,7 @@ def test_json_has_no_literal_that_only_python_reads(capsys: pytest.CaptureFixtur
     assert found == {"loss": [1.5, None], "most": {"norm": None}, "mfu": None}
 
 
-def test_the_train_recipe_that_is_named_next_is_that_of_the_precompute_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_recipe_is_that_of_the_precompute_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     look = ["inspect", Path("s")]
     train = ["train", "pixart-sigma-512", "--store", Path("s"), "--run", "runs/pixart-sigma-512"]
@@ -115,7 +96,7 @@ def nothing_shown() -> Iterator[None]:
     show_decisions(False)
 
 
-def test_decisions_are_shown_once_with_seconds_rank_and_module(
+def test_decisions_have_seconds_rank_and_module(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     show_decisions(True)

@@ -57,9 +57,7 @@ def test_a_line_that_lacks_a_figure_is_named(line: str, tmp_path: Path) -> None:
     ("steps", "quiet", "line_seconds", "state"),
     [(400, 1e6, 5, "finished"), (500, 1e4, 5, "stopped"), (500, 1e4, 2000, "running")],
 )
-def test_a_run_is_finished_running_or_stopped(
-    steps: int, quiet: float, line_seconds: float, state: str, tmp_path: Path
-) -> None:
+def test_the_state_of_a_run(steps: int, quiet: float, line_seconds: float, state: str, tmp_path: Path) -> None:
     each = {"seconds_per_step": line_seconds / LOG_EVERY}
     history = read_history(make_run(tmp_path / "run", change=lambda n, line: line.update(each)))
     assert history.state(steps, now=history.written + quiet) == state

@@ -12,13 +12,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from leandit.datasets.batches.captions import Captions
+from leandit.datasets.errors import RecipeError
 from leandit.train.config import OptimizerSection
 from leandit.train.models import cross_attention
 from leandit.train.models.blocks import checkpoint_blocks
 from leandit.train.models.build import FAMILIES, build_model, diffusers_config, family_of, transformer_class
 from leandit.train.models.conditioning import Conditioning
 from leandit.train.models.diffusers.adaln_single import LinearProcessor
-from leandit.train.models.spec import ModelSpec, TextInput
+from leandit.train.models.diffusers.adapters import narrow_frozen, trained_parameters
+from leandit.train.models.spec import AdapterSpec, ModelSpec, TextInput
 from leandit.train.optim.build import build_optimizer
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -126,9 +128,7 @@ def plain_varlen(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: 
 
 
 @RAGGED
-def test_the_packed_form_is_the_padded_form_which_has_one_mask_for_all_heads(
-    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_captions_give_what_padded_ones_do(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     model, results, masks = shaken(spec).double(), [], list[tuple[torch.dtype, torch.Size]]()
     attention = torch.nn.functional.scaled_dot_product_attention
 
@@ -165,28 +165,6 @@ def test_linear_attention_has_sums_in_float32_and_products_in_16_bits_under_auto
     attention.set_processor(LinearProcessor())
     errors = [((found.float() - wanted).norm() / wanted.norm()).item() for found in (ours, theirs)]
     assert errors[0] < min(0.02, errors[1])
-
-
-@pytest.mark.parametrize("scale", [0.5, 1, 2])
-def test_positions_are_those_of_diffusers_to_the_bit_and_added_without_rounding(scale: float) -> None:
-    from diffusers.models.embeddings import PatchEmbed
-
-    from leandit.train.models.diffusers.model import add_positions
-
-    sizes: dict[str, Any] = {"height": 16, "width": 16, "patch_size": 2, "in_channels": 4, "embed_dim": 48}
-    plain, cached = (PatchEmbed(**sizes, interpolation_scale=scale) for _ in range(2))
-    cached.load_state_dict(plain.state_dict())
-    add_positions(cached)
-    for height, width in ((16, 16), (8, 24), (24, 8), (64, 64), (8, 24)):
-        x = torch.randn(2, 4, height, width)
-        assert torch.equal(cached(x), plain(x))
-        with torch.autocast("cpu", torch.bfloat16):
-            positions = cached(0 * x) - cached.proj(0 * x).flatten(2).transpose(1, 2)
-            tokens = cached.proj(x).flatten(2).transpose(1, 2)
-            torch.testing.assert_close(cached(x), tokens + positions, rtol=1e-6, atol=1e-6)
-    with torch.inference_mode():
-        cached(torch.randn(1, 4, 4, 4))
-    cached(torch.randn(1, 4, 4, 4)).sum().backward()
 
 
 def test_positions_have_the_published_scale() -> None:
@@ -275,3 +253,40 @@ def test_muon_leaves_the_modulations_to_adamw() -> None:
     assert not [name for name in names if "norm" in name]
     streams = {"attn.to_q", "attn.add_q_proj", "attn2.to_q", "ff.net.2", "ff_context.net.0.proj"}
     assert {f"transformer_blocks.0.{layer}.weight" for layer in streams} <= names
+
+
+def adapted(spec: ModelSpec) -> Any:
+    """A model with adapters and moved weights."""
+    targets = FAMILIES[family_of(spec.name) or ""].adapted
+    return shaken(spec.model_copy(update={"adapter": AdapterSpec(rank=2, alpha=2, targets=targets)}))
+
+
+@pytest.mark.parametrize("spec", [PIXART, SANA, SD3], ids=["pixart", "sana", "sd3"])
+def test_frozen_layers_of_16_bits_give_the_same_numbers_and_those_of_8_bits_nearly(spec: ModelSpec) -> None:
+    outputs, gradients, frozen_bytes = {}, {}, {}
+    for kind in ("float32", "bf16", "int8"):
+        model = adapted(spec)
+        narrow_frozen(model.blocks, kind, torch.bfloat16, sharded=False)
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs[kind] = model(*inputs(spec))
+        outputs[kind].float().square().mean().backward()
+        found = [p.grad.flatten() for p in trained_parameters(model).values() if p.grad is not None]
+        gradients[kind] = torch.cat(found)
+        layers = [module for block in model.blocks for module in block.modules() if isinstance(module, torch.nn.Linear)]
+        weights: list[Any] = [layer.weight for layer in layers if not layer.weight.requires_grad]
+        frozen_bytes[kind] = sum(weight.qdata.nbytes if kind == "int8" else weight.nbytes for weight in weights)
+    assert torch.equal(outputs["bf16"], outputs["float32"])
+    assert torch.equal(gradients["bf16"], gradients["float32"])
+    for one in (outputs, gradients):
+        assert 0 < (one["int8"] - one["float32"]).norm() < 0.05 * one["float32"].norm()
+    assert frozen_bytes["float32"] == 2 * frozen_bytes["bf16"] == 4 * frozen_bytes["int8"]
+
+
+def test_narrow_weights_that_do_not_fit_are_refused_and_float32_products_keep_float32_weights() -> None:
+    model = adapted(SANA)
+    with pytest.raises(RecipeError, match=r"it is for run\.precision 'bf16', not 'fp16'"):
+        narrow_frozen(model.blocks, "bf16", torch.float16, sharded=False)
+    with pytest.raises(RecipeError, match="FSDP and DeepSpeed cannot shard 8-bit"):
+        narrow_frozen(model.blocks, "int8", torch.bfloat16, sharded=True)
+    narrow_frozen(model.blocks, "bf16", None, sharded=False)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

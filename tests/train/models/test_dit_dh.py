@@ -94,12 +94,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> DiTDH:
     """In float64, with weights that are not zero."""
     monkeypatch.setitem(SIZES, "S", (3, 24, 3))
     monkeypatch.setattr(dit_dh, "HEAD", (2, 32, 2))
-    model = shake(build_model(SPEC, seed=0)).double()
-    assert isinstance(model, DiTDH)
-    return model
+    return shake(build_model(SPEC, seed=0)).double()
 
 
-def test_the_output_and_all_gradients_are_those_of_the_formulas(small: DiTDH) -> None:
+def test_the_output_and_all_gradients_are_those_of_the_formulas_and_a_new_model_gives_zero(small: DiTDH) -> None:
     x = torch.randn((2, 5, 4, 4), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     times, labels = torch.tensor([3.0, 800.0], dtype=torch.float64), torch.tensor([0, 3])
     weights = {name: tensor.detach().clone().requires_grad_() for name, tensor in small.state_dict().items()}
@@ -108,6 +106,10 @@ def test_the_output_and_all_gradients_are_those_of_the_formulas(small: DiTDH) ->
     )
     found = small(x, times, Conditioning(labels=labels))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # frequencies and tables are float32
+    x32, given = torch.randn(2, 5, 6, 4), Conditioning(labels=labels)
+    assert not build_model(SPEC, seed=0)(x32, times.float(), given).any()
+    assert small(x32.double(), times, given).shape == x32.shape  # other grids share the positions
+    torch.testing.assert_close(small.position_table(8, 8)[0, ::2][:4], small.pos_embed[0, :4])  # pyright: ignore
     pull = torch.randn(found.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     (found * pull).sum().backward()
     (expected * pull).sum().backward()
@@ -129,17 +131,8 @@ def test_the_published_size_has_its_names_shapes_and_number_of_parameters() -> N
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(838.4, rel=1e-4)  # "839 M"
 
 
-def test_a_new_model_gives_zero_and_other_grids_share_the_positions(small: DiTDH) -> None:
-    x, times, given = torch.randn(2, 5, 6, 4), torch.tensor([3.0, 800.0]), Conditioning(labels=torch.tensor([0, 3]))
-    assert not build_model(SPEC, seed=0)(x, times, given).any()
-    assert small(x.double(), times.double(), given).shape == x.shape
-    torch.testing.assert_close(small.position_table(8, 8)[0, ::2][:4], small.pos_embed[0, :4])  # pyright: ignore
-
-
 @pytest.mark.usefixtures("tiny_models")
-def test_a_run_begins_from_published_weights_resumes_draws_and_is_exported(
-    label_store: LatentStore, tmp_path: Path
-) -> None:
+def test_a_run_from_published_weights_resumes_draws_is_exported(label_store: LatentStore, tmp_path: Path) -> None:
     def go(run: str, steps: int, *settings: str) -> Path:
         more = (f"run.steps={steps}", "schedule.kind=linear", "run.checkpoint_every=2", *settings)
         run_to(train_recipe("dit-dh-s", *more), label_store, tmp_path / run)

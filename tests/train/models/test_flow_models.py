@@ -14,10 +14,8 @@ from leandit.datasets.batches.captions import Captions
 from leandit.datasets.errors import RecipeError, RunError
 from leandit.datasets.format.schema import TextSpec
 from leandit.tools.synthetic.store import noise_spec
-from leandit.train.models.blocks import compile_blocks
-from leandit.train.models.build import FAMILIES, build_model, diffusers_config, family_of, transformer_class
+from leandit.train.models.build import FAMILIES, diffusers_config, transformer_class
 from leandit.train.models.conditioning import Conditioning
-from leandit.train.models.diffusers.adapters import adapted_layers
 from leandit.train.models.spec import ModelSpec, TextInput
 from leandit.train.objectives.losses import PLAIN, objective_losses
 from leandit.train.run.fit import model_spec
@@ -52,14 +50,12 @@ def by_diffusers(family: str, net: Any, x: Tensor, t: Tensor, given: Conditionin
     guidance = torch.full((batch,), 3.5) if getattr(net.config, "guidance_embeds", False) else None
     how: dict[str, Any] = {"timestep": t / 1000, "return_dict": False}
     if family == "z-image":
-        assert isinstance(captions, Captions)
         rows = list(captions.embeddings.split(captions.lengths))
         return -torch.stack(net(list(x.unsqueeze(2).unbind()), (1000 - t) / 1000, rows, return_dict=False)[0]).squeeze(
             2
         )
     reference = given.reference
     if family == "qwen-image":
-        assert isinstance(captions, Captions)
         text = {"encoder_hidden_states": captions.padded, "encoder_hidden_states_mask": captions.mask}
         packed = QwenImagePipeline._pack_latents(x, *sizes)
         shapes, count = [(1, height // 2, width // 2)], packed.shape[1]
@@ -133,30 +129,6 @@ def test_loss_and_gradients_are_those_of_diffusers_trainers(
         assert (rounded - output).norm() < 0.05 * output.norm()
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=pytest.mark.integration if family != "z-image" else ()) for family in SPECS]
-)
-def test_few_graphs_serve_all_sizes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, graphs = torch.compile, list[Any]()
-
-    def counted(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", lambda function, **how: compiled(function, **{**how, "backend": counted}))
-    torch._dynamo.reset()
-    plain, model = (shake(build_model(SPECS[family], seed=0)) for _ in range(2))
-    compile_blocks(model.blocks)
-    for size in ((8, 8), (8, 12), (16, 4)):
-        for lengths in (RAGGED, (5, 70, 33)):
-            x, given = torch.randn(3, 4, *size), conditioning(SPECS[family], lengths)
-            with torch.no_grad():
-                torch.testing.assert_close(model(x, TIMES, given), plain(x, TIMES, given), rtol=1e-4, atol=1e-4)
-    kinds = 1 if family == "qwen-image" else 2
-    assert len(graphs) <= 2 * kinds
-    torch._dynamo.reset()
-
-
 def test_what_does_not_fit_is_refused() -> None:
     full = TextSpec(
         kind="causal_lm", width=6, max_tokens=9, dtype="float16", template="", batch_size=1, full_length=True
@@ -173,12 +145,3 @@ def test_what_does_not_fit_is_refused() -> None:
         fit("model.name=z-image-tiny")
     with pytest.raises(RecipeError, match="'ddpm': model 'z-image-tiny' gives a velocity"):
         fit("model.name=z-image-tiny", "objective.kind=ddpm")
-
-
-@pytest.mark.parametrize("family", SPECS)
-def test_default_adapters_are_of_linear_layers_in_every_block(family: str) -> None:
-    model = build_model(SPECS[family], seed=0)
-    names = adapted_layers(model, FAMILIES[family_of(SPECS[family].name) or ""].adapted)
-    for block in model.blocks:
-        layers = {f"net.{name}" for name, module in model.net.named_modules() if module in set(block.modules())}
-        assert layers & set(names)

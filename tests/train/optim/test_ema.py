@@ -114,9 +114,7 @@ def test_an_average_weighs_each_step_by_its_profile(length: float, walked: Simpl
 
 
 @pytest.mark.parametrize(("length", "bound"), [(0.05, 1e-6), (0.10, 1e-6), (0.07, 1e-2), (0.15, 1e-2)])
-def test_any_length_is_found_after_training(
-    length: float, bound: float, walked: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_any_length_is_found_later(length: float, bound: float, walked: SimpleNamespace, tmp_path: Path) -> None:
     made = combine(walked.run, length, tmp_path)
     wanted = walked.followed[length].weights
     saved = checkpoint.read(made.path)
@@ -137,9 +135,7 @@ def test_the_reported_error_is_that_of_the_weights_that_are_used() -> None:
     assert error == pytest.approx(np.linalg.norm(difference) / np.linalg.norm(profiles[2]), rel=1e-3)
 
 
-def test_an_earlier_step_uses_nothing_of_later_ones_and_what_cannot_be_combined_is_refused(
-    walked: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_an_average_at_an_earlier_step_and_what_cannot_be_combined(walked: SimpleNamespace, tmp_path: Path) -> None:
     made = combine(walked.run, 0.10, tmp_path / "out", step=200)
     assert (made.path.name, made.used) == ("snapshot-200", 1)
     for run, how, words in (
@@ -162,9 +158,7 @@ def test_lengths_that_make_no_sense_are_refused(lengths: list[float]) -> None:
         train_recipe("dit-s-4", "ema.kind=power", f"ema.lengths={lengths}")
 
 
-def test_a_run_stores_averages_resumes_them_to_the_bit_and_gives_a_snapshot_of_any_length(
-    caption_store: LatentStore, tmp_path: Path
-) -> None:
+def test_a_run_resumes_its_averages_and_gives_one_of_any_length(caption_store: LatentStore, tmp_path: Path) -> None:
     def go(run: str, steps: int) -> Path:
         overrides = ["run.checkpoint_every=2", "ema.kind=power", "ema.keep_every=1", "schedule.kind=constant"]
         run_to(train_recipe("pixart-tiny", f"run.steps={steps}", *overrides), caption_store, tmp_path / run)

@@ -243,9 +243,7 @@ def test_losses_and_checkpoints_are_those_of_one_process(
                 torch.testing.assert_close(saved[key], tensor, atol=2e-4, rtol=0)
 
 
-def test_fp16_under_deepspeed_has_the_loss_scale_that_a_checkpoint_holds(
-    said: list[Any], one: Path, folder: Path
-) -> None:
+def test_fp16_under_deepspeed_resumes_with_its_loss_scale(said: list[Any], one: Path, folder: Path) -> None:
     written = lines(folder / "fp16")
     scales, skipped = ([line[key] for line in written] for key in ("loss_scale", "skipped_steps"))
     first = skipped.index(0)  # from 2^28 on, which is far too large, each overflow halves it
@@ -287,9 +285,7 @@ def test_what_of_the_file_holds_or_is_passed_over_is_said_by_one_rank(said: list
 
 
 @pytest.mark.parametrize(("was", "now"), [*CHAIN, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE)])
-def test_a_checkpoint_of_one_strategy_resumes_in_another(
-    was: str, now: str, one: Path, trained: None, folder: Path
-) -> None:
+def test_a_checkpoint_resumes_in_another_strategy(was: str, now: str, one: Path, trained: None, folder: Path) -> None:
     assert losses(folder / f"{was} to {now}") == pytest.approx(losses(one)[HALF:], abs=EXACT)
 
 
@@ -319,18 +315,14 @@ def test_ranks_with_other_settings_or_another_store_are_refused_at_start(said: l
     assert not (folder / "other rate").exists()
 
 
-def test_a_mixture_of_stores_is_the_same_with_two_ranks(
-    said: list[Any], folder: Path, label_store: LatentStore, tmp_path: Path
-) -> None:
+def test_a_mixture_is_the_same_for_two(said: list[Any], folder: Path, label_store: LatentStore, tmp_path: Path) -> None:
     runs = [folder / "mixture", tmp_path / "run"]
     assert losses(runs[0]) == pytest.approx(alone(None, runs[1], mixture_of(label_store)), abs=EXACT)
     states = [json.loads((run / f"checkpoint-{STEPS}/state.json").read_text()) for run in runs]
     assert states[0]["loader"] == states[1]["loader"]
 
 
-def test_a_stop_on_one_rank_stops_all_after_the_same_step_and_the_run_goes_on(
-    one: Path, said: list[Any], folder: Path
-) -> None:
+def test_a_stop_on_one_rank_stops_all_and_the_run_goes_on(one: Path, said: list[Any], folder: Path) -> None:
     jobs = len(TRAININGS["plain"].quick) + len(CHAIN)
     for of_rank in said:
         steps = [line["step"] for line in of_rank if "step" in line]
@@ -394,9 +386,7 @@ def test_an_environment_that_says_nonsense_is_refused(changes: dict[str, str | N
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_killed_rank_ends_the_others_soon_with_a_message(
-    victim: int, label_store: LatentStore, tmp_path: Path
-) -> None:
+def test_a_killed_rank_ends_the_others_soon(victim: int, label_store: LatentStore, tmp_path: Path) -> None:
     """Without a launcher that would end them."""
     ranks = start_ranks([job(label_store, tmp_path / "run", "run.steps=100000")], 2)
     wait_for(tmp_path / "run/metrics.jsonl", ranks)

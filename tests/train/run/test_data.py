@@ -8,14 +8,23 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from making import CPU, train_recipe
+import torch
+from making import CPU, no_progress, train_recipe
+from runs import run_to
 
 from leandit.datasets.batches.batch import Batch
+from leandit.datasets.batches.latents import denormalise, final_latents, normalised_as
 from leandit.datasets.errors import RecipeError
 from leandit.datasets.format.buckets import bucket_size
+from leandit.datasets.format.schema import LatentStatistics
+from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.store import LatentStore
+from leandit.tools.synthetic.store import make_store
 from leandit.train.run.data import build_loader
 from leandit.train.run.fit import model_spec
+from leandit.train.run.manifest import read_run_manifest
+from leandit.train.run.state import Run
+from leandit.train.sampling.snapshot import load_snapshot
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 
@@ -31,7 +40,7 @@ def records(batches: list[Batch]) -> list[int]:
     return sorted(record for batch in batches for record in batch.records.tolist())
 
 
-def test_what_the_recipe_asks_for_trains_and_what_is_filtered_out_is_said(
+def test_what_the_recipe_filters_does_not_train(
     label_store: LatentStore, caption_store: LatentStore, tmp_path: Path
 ) -> None:
     table, keys = caption_store.records, label_store.records["key"].to_pylist()
@@ -54,9 +63,7 @@ def test_what_the_recipe_asks_for_trains_and_what_is_filtered_out_is_said(
         assert all((batch.captions is None) == (model == "dit-s-4") for batch in batches)
 
 
-def test_batches_hold_as_many_tokens_as_asked_for_of_the_buckets_that_train(
-    caption_store: LatentStore, tmp_path: Path
-) -> None:
+def test_batches_hold_as_many_tokens_as_asked_for(caption_store: LatentStore, tmp_path: Path) -> None:
     batches, _ = one_pass(caption_store, "data.batch_tokens=200", model="pixart-tiny")
     assert records(batches) == list(range(len(caption_store)))
     sides = np.array([bucket_size(batch.bucket) for batch in batches])
@@ -80,3 +87,64 @@ def test_what_is_dropped_in_every_pass_is_said(caption_store: LatentStore) -> No
     assert {len(batch) for batch in batches} == {largest}
     assert "never read" in said[0]
     assert all(f"{b} ({count})" in said[0] for b, count in caption_store.buckets.items() if count < largest)
+
+
+BY_STORE = "latent.normalise=store"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LatentStore:
+    """24 records whose channels are far from mean 0 and deviation 1."""
+    make_store(tmp_path / "made", {"32x32": 24}, num_classes=3, seed=5)
+    compact(tmp_path / "made", tmp_path / "store", progress=no_progress)
+    return LatentStore(tmp_path / "store")
+
+
+def train(store: LatentStore, run: Path, *overrides: str, said: list[str] | None = None) -> None:
+    run_to(train_recipe("dit-s-4", *overrides), store, run, said=said)
+
+
+def statistics_of(store: LatentStore) -> LatentStatistics:
+    return store.manifest.statistics
+
+
+def test_batches_are_as_the_recipe_says(store: LatentStore) -> None:
+    recipes = [train_recipe("dit-s-4", f"latent.normalise={how}") for how in ("encoder", "store", "none")]
+    readers = [Run.open(recipe, [store], CPU, print).loader.dataset.reader for recipe in recipes]
+    encoder, by_store, raw = (reader[0].latents for reader in readers)
+    found = statistics_of(store)
+    mean, std = (torch.tensor(each)[:, None, None] for each in (found.channel_mean, found.channel_std))
+    torch.testing.assert_close(by_store, (encoder - mean) / std, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(raw, denormalise(encoder, store.spec.latent), rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_keeps_its_statistics_and_its_snapshot_undoes_them(store: LatentStore, tmp_path: Path) -> None:
+    run, said, statistics = tmp_path / "run", list[str](), statistics_of(store)
+    for steps in (3, 4):
+        train(store, run, BY_STORE, f"run.steps={steps}", "ema.warmup=true")  # an average that is not young
+        manifest = read_run_manifest(run)
+        assert manifest.statistics == statistics
+    kept = statistics.model_copy(update={"channel_mean": [3.0] * store.spec.latent.channels})
+    state = Run.open(train_recipe("dit-s-4", BY_STORE), [store], CPU, print, statistics=kept)
+    assert state.loader.dataset.reader.statistics == kept  # not those of the store, which has grown meanwhile
+    assert state.extra["latent"] == normalised_as(store.spec.latent, "store", kept).model_dump()
+    learned = load_snapshot(run, CPU).latent
+    rows, keys = torch.from_numpy(store.latents("32x32").take(np.arange(4))), torch.arange(4)
+    raw, undone = (denormalise(final_latents(rows, spec, keys), spec) for spec in (store.spec.latent, learned))
+    torch.testing.assert_close(undone, raw, rtol=1e-4, atol=1e-4)
+    begun = (f"model.init_from={run}", "run.steps=1")
+    train(store, tmp_path / "same", *begun, BY_STORE, said=said)
+    assert not said
+    train(store, tmp_path / "other", *begun, said=said)
+    assert any("was trained on latents with a different shift or scale" in line for line in said)
+
+
+def test_several_stores_have_one_normalisation(store: LatentStore, tmp_path: Path) -> None:
+    make_store(tmp_path / "second", {"32x32": 8}, num_classes=3, seed=6)
+    compact(tmp_path / "second", tmp_path / "other", progress=no_progress)
+    stores = [store, LatentStore(tmp_path / "other"), store]
+    mixture = ", ".join(f"{{store='{one.path}'}}" for one in stores)
+    reader = Run.open(train_recipe("dit-s-4", BY_STORE, f"data.mixture=[{mixture}]"), stores, CPU, print)
+    reader = reader.loader.dataset.reader
+    assert reader.statistics.count == sum(statistics_of(one).count for one in stores[:2])
+    assert len({tuple(spec.shift) for spec in reader.latent_specs}) == 1

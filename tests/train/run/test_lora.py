@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from leandit.datasets.batches.captions import Captions
 from leandit.datasets.errors import LeanditError, RecipeError, RunError
 from leandit.datasets.store import LatentStore
 from leandit.train.config import TrainRecipe
+from leandit.train.loop import StopRequest, train
 from leandit.train.models.build import build_model
 from leandit.train.models.conditioning import Conditioning
 from leandit.train.models.diffusers.adapters import DOWN, UP, trained_parameters
@@ -154,15 +156,12 @@ def test_other_frozen_weights_are_refused_by_the_names_of_both_and_they_may_move
     assert torch.equal(output_of(snapshot.model, snapshot.spec), output_of(wanted.model, wanted.spec))
 
 
-def test_adapters_can_be_trained_on_a_run_with_adapters(
-    tuned: dict[str, Path], caption_store: LatentStore, tmp_path: Path
-) -> None:
+def test_adapters_train_on_adapters(tuned: dict[str, Path], caption_store: LatentStore, tmp_path: Path) -> None:
     wanted = load_snapshot(tuned["pixart-tiny"], CPU)
     found, _ = initial_weights(str(tuned["pixart-tiny"]), build_model(wanted.spec.plain, seed=0), wanted.spec.plain)
     assert all(torch.equal(found[key], tensor) for key, tensor in wanted.model.state_dict().items())
     run_to(lora(tuned["pixart-tiny"], "run.steps=1", "lora.rank=2"), caption_store, tmp_path / "run")
     first = load_snapshot(tmp_path / "run", CPU)
-    assert first.spec.adapter
     assert first.spec.adapter.rank == 2
     assert (output_of(first.model, first.spec) - output_of(wanted.model, wanted.spec)).abs().max() < 0.1
 
@@ -195,3 +194,30 @@ def test_without_peft_the_error_names_the_extra(
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(RecipeError, match=r"'peft', which is not installed. Install leandit with its extra 'lora'"):
         run_to(lora(bases["pixart-tiny"]), caption_store, tmp_path / "run")
+
+
+PLAIN = ["run.steps=1", "run.ema_decay=0.0", "schedule.kind=constant", "schedule.warmup_steps=0"]
+
+
+def said_by(recipe: TrainRecipe, store: LatentStore, run: Path) -> list[str]:
+    said: list[str] = []
+    options = {"report": lambda _: None, "stop": StopRequest(), "say": said.append}
+    train(recipe, store_path=store.path, run=run, device=CPU, **options)
+    return said
+
+
+def test_a_run_says_what_it_begins_from_and_what_trains(caption_store: LatentStore, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    begin, trained = said_by(train_recipe("pixart-tiny", *PLAIN), caption_store, first)
+    assert begin == f"run '{first}' begins from new weights"
+    assert re.fullmatch("pixart-tiny: training all [0-9.]+ k parameters", trained)
+    again = train_recipe("pixart-tiny", *PLAIN, "run.steps=2")
+    assert said_by(again, caption_store, first)[0] == f"run '{first}' resumes after step 1"
+    adapters = ["lora.rank=2", "lora.alpha=8", f"model.init_from={first}", "schedule.warmup_steps=1"]
+    begin, trained, short = said_by(train_recipe("pixart-tiny", *PLAIN, *adapters), caption_store, second)
+    source = first / "snapshot-2"
+    assert begin == f"run '{second}' begins from the averaged weights of '{source}', step 2"
+    # 16 matrices of 2 blocks, 32 x 32: each has 2 x 32 parameters in A and as many in B.
+    assert trained.startswith("pixart-tiny: adapters of rank 2, alpha 8 train, 2.0 k of ")
+    assert trained.endswith(f"parameters; '{source}' is frozen")
+    assert short.startswith("schedule.warmup_steps 1: the learning rate rises until then, the run ends at step 1,")

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from making import CPU, TRAIN_RECIPE
-from runs import bits, lines
+from runs import bits
 
 from leandit.datasets.errors import RecipeError, RunError
-from leandit.datasets.format.schema import UNKNOWN, FeatureEncoder, FeatureSpec
+from leandit.datasets.format.schema import UNKNOWN, FeatureEncoder, FeatureSpec, StoreSpec
 from leandit.datasets.order.alike import check_alike
 from leandit.datasets.recipe import parse_recipe, to_toml
 from leandit.datasets.store import LatentStore
@@ -52,20 +52,17 @@ BUCKETS = {"photos": {"32x32": 24}, "art": {"32x32": 6, "32x64": 9}, "large": {"
 
 
 @pytest.fixture
-def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(golden: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with three stores, "photos", "art" and "large"."""
-    for name in BUCKETS:
-        (tmp_path / name).symlink_to(made / name)
+
+    def make(folder: Path) -> None:
+        for seed, (name, buckets) in enumerate(BUCKETS.items()):
+            make_store(folder / name, buckets, num_classes=3, seed=seed)
+
+    for path in golden("mixed stores", make).iterdir():
+        (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("stores")
-    for seed, (name, buckets) in enumerate(BUCKETS.items()):
-        make_store(folder / name, buckets, num_classes=3, seed=seed)
-    return folder
 
 
 def recipe_of(text: str, *overrides: str) -> TrainRecipe:
@@ -88,16 +85,6 @@ def assert_equal_bits(one: str, other: str, step: int) -> None:
     assert bits(Path(one), step) == bits(Path(other), step)
     states = [checkpoint.read(Path(f"{run}/checkpoint-{step}")).state for run in (one, other)]
     assert states[0] == states[1]
-
-
-def test_a_mixture_trains_with_exact_shares_and_each_part_at_its_own_pace(here: Path) -> None:
-    outcome, seen = run_to(recipe_of(MIXTURE, "run.steps=20"))
-    assert outcome.finished
-    for ten in (seen[:10], seen[10:]):
-        assert Counter(store for store, _ in ten) == {0: 7, 1: 3}
-    assert {bucket for store, bucket in seen if store == 1} == {"32x32", "32x64"}
-    epochs = [line["epoch"] for line, (store, _) in zip(lines(Path("run")), seen, strict=True) if store == 0]
-    assert epochs == [0] * 6 + [1] * 6 + [2] * 2  # 24 records in batches of 4
 
 
 def test_stages_change_at_their_steps_and_their_snapshots_know_their_buckets(here: Path) -> None:
@@ -153,9 +140,7 @@ def test_a_resolved_recipe_is_read_back_as_it_was(here: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "step"), [(MIXTURE, 3), (STAGES, 7), *(pytest.param(STAGES, n, marks=pytest.mark.slow) for n in (3, 4))]
 )
-def test_a_run_that_was_killed_goes_on_bit_for_bit(
-    text: str, step: int, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_goes_on_bit_for_bit(text: str, step: int, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the stage changes; the checkpoint is two steps old."""
     recipe = recipe_of(text, "run.steps=9", "run.checkpoint_every=2", "run.async_checkpoint=false")
     _, whole = run_to(recipe, "whole")
@@ -211,93 +196,81 @@ def test_a_store_is_named_once(here: Path) -> None:
         run_to(recipe_of(""))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (MIXTURE + STAGES, "either mixture or stages"),
-        (STAGES.replace("steps = 4", ""), "stages: each but the last needs steps"),
-        (STAGES + "steps = 4", "the last lasts until run.steps, leave out its steps"),
-        ("[[data.stages]]\nsteps = 4\n" + STAGES, r"'data\.stages\.0': a stage needs either store or mixture"),
-        (STAGES.replace("steps = 3", "steps = 3\nrevision = 2"), "set revision for each store"),
-        (MIXTURE.replace("0.3", "0"), r"data\.mixture\.1\.weight.*greater than 0"),
-        (MIXTURE.replace("weight", "wieght"), r"data\.mixture\.0\.wieght', did you mean 'data\.mixture\.weight'"),
-        ("[run]\nrevision = 2\n" + MIXTURE, r"run\.revision applies to --store"),
-        (MIXTURE + "min_score = 2.0", "min_score needs scores"),
-    ],
+CONTRADICTIONS = (
+    (MIXTURE + STAGES, "either mixture or stages"),
+    (STAGES.replace("steps = 4", ""), "stages: each but the last needs steps"),
+    (STAGES + "steps = 4", "the last lasts until run.steps, leave out its steps"),
+    ("[[data.stages]]\nsteps = 4\n" + STAGES, r"'data\.stages\.0': a stage needs either store or mixture"),
+    (STAGES.replace("steps = 3", "steps = 3\nrevision = 2"), "set revision for each store"),
+    (MIXTURE.replace("0.3", "0"), r"data\.mixture\.1\.weight.*greater than 0"),
+    (MIXTURE.replace("weight", "wieght"), r"data\.mixture\.0\.wieght', did you mean 'data\.mixture\.weight'"),
+    ("[run]\nrevision = 2\n" + MIXTURE, r"run\.revision applies to --store"),
+    (MIXTURE + "min_score = 2.0", "min_score needs scores"),
 )
+
+
+@pytest.mark.parametrize(("text", "message"), CONTRADICTIONS)
 def test_a_recipe_that_contradicts_itself_is_refused(text: str, message: str, here: Path) -> None:
     with pytest.raises(RecipeError, match=message):
         recipe_of(text)
 
 
-URLS = MIXTURE.replace('"photos"', '"s3://a/photos"').replace('"art"', '"s3://a/art"')
-OTHER = MIXTURE.replace('"art"', '"other"')
-
-
-@pytest.mark.parametrize(
-    ("text", "message", "other"),
-    [
-        (OTHER, "stores 'photos' and 'other' cannot be mixed: latent channels 4 and 16", {"channels": 16}),
-        (OTHER, "stores 'photos' and 'other' cannot be mixed: number of classes 3 and 4", {"num_classes": 4}),
-        (MIXTURE.replace("0.7", "0.70001"), "Weights close to them: 700, 300", {}),
-        (URLS, r"run\.remote_folder 'cache': it is for one store, not 2", {}),
-    ],
-)
-def test_stores_that_do_not_go_together_are_refused(text: str, message: str, other: dict[str, Any], here: Path) -> None:
-    make_store(Path("other"), {"32x32": 8}, **{"num_classes": 3} | other)
-    with pytest.raises(RecipeError, match=message):
-        run_to(recipe_of(text, *(["run.remote_folder=cache"] if text == URLS else [])))
+def test_stores_that_do_not_go_together_are_refused(here: Path) -> None:
+    for name, how in (("wide", {"channels": 16}), ("other", {"num_classes": 4})):
+        make_store(Path(name), {"32x32": 8}, **{"num_classes": 3} | how)
+    cached = (
+        MIXTURE.replace('"photos"', '"s3://a/photos"').replace('"art"', '"s3://a/art"') + "[run]\nremote_folder='c'"
+    )
+    for text, message in (
+        (MIXTURE.replace("art", "wide"), "stores 'photos' and 'wide' cannot be mixed: latent channels 4 and 16"),
+        (MIXTURE.replace("art", "other"), "stores 'photos' and 'other' cannot be mixed: number of classes 3 and 4"),
+        (MIXTURE.replace("0.7", "0.70001"), "Weights close to them: 700, 300"),
+        (cached, r"run\.remote_folder 'c': it is for one store, not 2"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            run_to(recipe_of(text))
     assert not Path("run/run.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("of_spec", "values", "message"),
-    [
-        ("classes", ["0000", "a dog", "0002"], "class 1 0001 and a dog"),
-        ("vae", {"weights_sha256": "1" * 64}, "VAE weights 000000000000 and 111111111111"),
-        ("text", {"max_tokens": 9}, "tokens of the longest caption 8 and 9"),
-        ("text", {"template": "[{caption}]"}, r"template '' and '\[\{caption\}\]'"),
-        ("text", {"layers": [-2]}, r"layers \[\] and \[-2\]"),
-        ("text", {"full_length": True}, "full length False and True"),
-        ("text_encoder", {"weights_sha256": "1" * 64}, "text encoder weights 0+ and 1+"),
-    ],
+ONES, SIZES = {"weights_sha256": "1" * 64}, {"width": 8, "patch_px": 14, "resolution_px": 28, "images_px": 32}
+DIFFERENCES = (
+    ("classes", ["0000", "a dog", "0002"], "class 1 0001 and a dog"),
+    ("vae", ONES, "VAE weights 000000000000 and 111111111111"),
+    ("text", {"max_tokens": 9}, "tokens of the longest caption 8 and 9"),
+    ("text", {"template": "[{caption}]"}, r"template '' and '\[\{caption\}\]'"),
+    ("text", {"layers": [-2]}, r"layers \[\] and \[-2\]"),
+    ("text", {"full_length": True}, "full length False and True"),
+    ("text_encoder", ONES, "text encoder weights 0+ and 1+"),
 )
-def test_stores_of_other_encoders_or_classes_are_refused(of_spec: str, values: Any, message: str, here: Path) -> None:
+
+
+def test_stores_of_other_encoders_or_classes_are_refused_where_they_are_read(here: Path) -> None:
     make_store(Path("captioned"), {"32x32": 8}, num_classes=3, token_counts=[3, 8], text_width=16)
     spec = LatentStore("captioned").spec
-    part = getattr(spec, of_spec)
-    other = spec.model_copy(update={of_spec: part.model_copy(update=values) if isinstance(values, dict) else values})
-    with pytest.raises(RecipeError, match=f"stores 'a' and 'b' cannot be mixed: {message}"):
-        check_alike([("a", spec), ("b", other)], captions=True, classes=True)
     check_alike([("a", spec), ("b", spec)], captions=True, classes=True)
-    if of_spec != "vae":  # a model reads captions or labels
-        check_alike([("a", spec), ("b", other)], captions=of_spec == "classes", classes=of_spec != "classes")
 
+    def changed(name: str, value: Any) -> StoreSpec:
+        old = getattr(spec, name)
+        return spec.model_copy(update={name: old.model_copy(update=value) if isinstance(value, dict) else value})
 
-def test_features_of_other_models_or_layers_are_refused_where_they_are_read(here: Path) -> None:
-    spec = LatentStore("photos").spec
-    sizes = {"width": 8, "patch_px": 14, "resolution_px": 28, "images_px": 32}
-    one = FeatureSpec(output="patches", layer=8, dtype="int8", **sizes)
-    specs = [
-        spec.model_copy(update={"features": [FeatureEncoder(name="dino", spec=feature, encoder=spec.vae)]})
-        for feature in (one, one.model_copy(update={"dtype": "float16"}), one.model_copy(update={"layer": -1}))
-    ]
-    places = list(zip("abc", specs, strict=True))
-    check_alike(places[:2], captions=False, features=["dino"])
-    check_alike(places, captions=False)
-    with pytest.raises(RecipeError, match="stores 'a' and 'c' cannot be mixed: layer of feature 'dino' 8 and -1"):
-        check_alike(places, captions=False, features=["dino"])
-
-
-def test_encoders_of_which_nothing_is_known_hinder_nothing(here: Path) -> None:
-    spec = LatentStore("photos").spec
-    imported, other = (
-        spec.model_copy(update={"vae": spec.vae.model_copy(update={"weights_sha256": sha256})})
-        for sha256 in (UNKNOWN, "1" * 64)
-    )
-    check_alike([("a", spec), ("b", imported)], captions=False)
+    for name, value, message in DIFFERENCES:
+        stores = [("a", spec), ("b", changed(name, value))]
+        with pytest.raises(RecipeError, match=f"stores 'a' and 'b' cannot be mixed: {message}"):
+            check_alike(stores, captions=True, classes=True)
+        if name != "vae":  # a model reads captions or labels
+            check_alike(stores, captions=name == "classes", classes=name != "classes")
+    imported = [("b", changed("vae", {"weights_sha256": UNKNOWN})), ("a", spec)]  # nothing is known of its encoder
+    check_alike(imported, captions=False)
     with pytest.raises(RecipeError, match="stores 'a' and 'c' cannot be mixed: VAE weights"):
-        check_alike([("b", imported), ("a", spec), ("c", other)], captions=False)
+        check_alike([*imported, ("c", changed("vae", ONES))], captions=False)
+    dino = FeatureSpec(output="patches", layer=8, dtype="int8", **SIZES)
+    features = [dino.model_copy(update=change) for change in ({}, {"dtype": "float16"}, {"layer": -1})]
+    encoders = [FeatureEncoder(name="dino", spec=feature, encoder=spec.vae) for feature in features]
+    stores = [(name, changed("features", [one])) for name, one in zip("abc", encoders, strict=True)]
+    check_alike(stores[:2], captions=False, features=["dino"])
+    check_alike(stores, captions=False)
+    with pytest.raises(RecipeError, match="stores 'a' and 'c' cannot be mixed: layer of feature 'dino' 8 and -1"):
+        check_alike(stores, captions=False, features=["dino"])
 
 
 def test_the_memory_is_planned_for_the_largest_bucket_and_the_time_for_all(here: Path) -> None:
@@ -322,6 +295,3 @@ def test_a_dry_run_says_when_each_store_trains(here: Path) -> None:
         recipe_of(STAGES, "run.steps=5"), None, CPU
     )
     assert "epochs" not in describe_train(recipe_of(STAGES, "run.steps=10", "data.labels=[0]"), None, CPU)
-    make_store(Path("other"), {"32x32": 8}, num_classes=4)
-    with pytest.raises(RecipeError, match="cannot be mixed"):
-        describe_train(recipe_of(MIXTURE.replace('"art"', '"other"')), None, CPU)

@@ -45,9 +45,7 @@ def steps_of(model: str, *settings: str, compiled: bool = True) -> TinySteps:
 @pytest.mark.parametrize(
     "model", [pytest.param(name, marks=[] if name == "captions" else [pytest.mark.integration]) for name in RECIPES]
 )
-def test_two_graphs_a_kind_of_block_serve_all_buckets_caption_lengths_and_leftovers(
-    model: str, graphs: Callable[[], int]
-) -> None:
+def test_two_graphs_a_kind_of_block_serve_all_shapes(model: str, graphs: Callable[[], int]) -> None:
     steps = steps_of(model, f"run.microbatch={LIMIT}")
     for bucket, tokens in zip(BUCKETS, LENGTHS, strict=True):
         for images in (FULL, LEFTOVER):
@@ -70,9 +68,7 @@ def test_shapes_beyond_the_limit_run_eagerly_and_are_named_once(
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", ["DiT-S/2", "pixart-tiny", "sana-tiny"])
-def test_packed_captions_are_in_one_graph(
-    name: str, graphs: Callable[[], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_captions_have_one_graph(name: str, graphs: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Variable-length attention has no kernel on a CPU, so the shapes alone go through the model."""
     monkeypatch.setattr(cross_attention, "has_varlen", lambda x, head_width: True)
     spec = ModelSpec(name=name, channels=4, out_channels=4, num_classes=0, caption_width=6, base_size=8)

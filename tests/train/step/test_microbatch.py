@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +13,21 @@ import torch
 from fake_cuda import CUDA, fake_cuda, gradients_of_zeros
 from hypothesis import given
 from hypothesis import strategies as st
-from making import CPU
+from making import CPU, train_recipe
+from runs import run_to
 from tiny_steps import TinySteps
 
-from leandit.datasets.errors import ResourceError
+from leandit.datasets.batches.batch import Batch
+from leandit.datasets.errors import ResourceError, RunError
 from leandit.datasets.order.slices import rank_slice
+from leandit.datasets.store import LatentStore
+from leandit.train import loop
+from leandit.train.metrics.meter import StepResult
+from leandit.train.optim import process
+from leandit.train.optim.process import set_allocator
 from leandit.train.run import microbatch
 from leandit.train.run.microbatch import fit_microbatch
+from leandit.train.run.state import Run
 from leandit.train.step import image_losses, microbatches, train_step
 
 
@@ -81,3 +91,66 @@ def test_what_cannot_fit_or_is_set_by_the_user_is_not_halved(monkeypatch: pytest
         else:
             with pytest.raises(ResourceError, match=r"1 image of bucket '64x64' do not fit.*smaller model"):
                 fit_microbatch(steps.learner, steps.batch(), train_step)
+
+
+pytestmark = pytest.mark.usefixtures("tiny_models")
+
+
+def test_segments_expand_unless_the_user_or_cuda_was_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    environment: dict[str, str] = {}
+    set_allocator(cuda, environment)
+    assert environment == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        chosen = {name: "max_split_size_mb:64"}
+        set_allocator(cuda, chosen)
+        assert chosen == {name: "max_split_size_mb:64"}
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    started: dict[str, str] = {}
+    set_allocator(cuda, started)
+    assert not started
+
+
+def test_no_step_of_a_run_is_interrupted_by_a_collection_and_its_end_turns_collections_on(
+    label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)
+    gc.unfreeze()  # what the session has frozen
+    take, seen, collected, collect = loop.train_step, list[bool](), list[int](), gc.collect
+
+    def step(state: Run, batch: Batch) -> StepResult:
+        seen.append(gc.isenabled())
+        if state.step == 5:
+            raise RunError("no step")
+        return take(state, batch)
+
+    monkeypatch.setattr(loop, "train_step", step)
+    monkeypatch.setattr(process, "COLLECT_EVERY", 2)
+    monkeypatch.setattr(gc, "collect", lambda *of: collected.append(len(seen)) or collect(*of))
+    with pytest.raises(RunError, match="no step"):
+        run_to(train_recipe("dit-s-4", "run.steps=9"), label_store, tmp_path / "run")
+    assert gc.isenabled()
+    assert seen == [False] * 6
+    assert [at for at in collected if at] == [2, 4]
+    gc.freeze()
+
+
+@pytest.mark.parametrize(
+    ("model", "setting"), [("labels", "run.activation_checkpointing=blocks"), ("sana", "run.microbatch=2")]
+)
+def test_a_step_leaves_no_cycle_that_holds_tensors(model: str, setting: str) -> None:
+    steps = TinySteps(model, CPU, setting)
+    steps.step(4)
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        for _ in range(2):
+            steps.step(4)
+        gc.collect()
+        left = [type(one).__name__ for one in gc.garbage if isinstance(one, torch.Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert left == []

@@ -11,7 +11,6 @@ import pytest
 import runs
 import torch
 from making import CPU, train_recipe
-from torch import Tensor
 
 from leandit.datasets.errors import LeanditError
 from leandit.datasets.store import LatentStore
@@ -52,12 +51,7 @@ def run_to(store: LatentStore, run: Path, steps: int, *overrides: str) -> list[d
 def microbatches_of(state: Run, monkeypatch: pytest.MonkeyPatch) -> list[Microbatch]:
     """What a step computes the losses of."""
     seen: list[Microbatch] = []
-
-    def look(learner: Any, images: Microbatch, step: int) -> dict[str, Tensor]:
-        seen.append(images)
-        return image_losses(learner, images, step)
-
-    monkeypatch.setattr(step_module, "image_losses", look)
+    monkeypatch.setattr(step_module, "image_losses", lambda *of: (seen.append(of[1]), image_losses(*of))[1])
     train_step(state, next(iter(state.loader)))
     return seen
 
@@ -68,9 +62,7 @@ def test_the_reported_loss_is_the_plain_one(store: LatentStore, tmp_path: Path) 
     assert plain["loss_terms"] == {}
 
 
-def test_the_alignment_is_that_of_the_feature_of_the_same_records(
-    store: LatentStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_alignment_is_to_features_of_the_same_records(store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
     state = state_of(store, *REPA)
     records = next(iter(state.loader)).records.tolist()
     seen = microbatches_of(state_of(store, *REPA), monkeypatch)
@@ -88,7 +80,7 @@ SPRINT = ("routing.kind=sprint", "routing.path_drop=0.3", "routing.first_block=2
 
 
 @pytest.mark.parametrize("routing", [("routing.kind=tread", *ROUTED), SPRINT], ids=["tread", "sprint"])
-def test_a_run_with_everything_resumes_bit_for_bit_reports_all_terms_and_is_evaluated(
+def test_a_run_with_everything_resumes_bit_for_bit(
     routing: tuple[str, ...], store: LatentStore, tmp_path: Path
 ) -> None:
     everything = (*TERMS, *OWN, *routing, "data.holdout=0.3", "run.ema_decay=0.0", "routing.share=0.9")
@@ -104,16 +96,14 @@ def test_a_run_with_everything_resumes_bit_for_bit_reports_all_terms_and_is_eval
     assert all(one["averaged_loss"] == pytest.approx(one["loss"]) for one in evaluated.values())
 
 
-def test_the_model_aligns_with_its_average_at_an_earlier_time(
-    store: LatentStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_aligns_with_its_earlier_average(store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
     state = state_of(store, *FLOW, *OWN, "run.ema_decay=0.5", "optimizer.lr=1e-2")
     batches = iter(state.loader)
     for _ in range(3):
         train_step(state, next(batches))
     average = copy.deepcopy(state.engine.model)
     with torch.no_grad():
-        for name, weight in state.engine.ema.weights.items():  # pyright: ignore[reportAttributeAccessIssue]
+        for name, weight in state.engine.ema.weights.items():
             average.get_parameter(name).copy_(weight)
     before = {name: tensor.clone() for name, tensor in state.engine.model.state_dict().items()}
     images = microbatches_of(state, monkeypatch)[0]
@@ -158,9 +148,7 @@ def test_a_rank_without_images_has_the_same_terms(store: LatentStore, monkeypatc
 
 
 @pytest.mark.parametrize("kind", ["tread", "sprint"])
-def test_a_routed_prediction_is_another_than_that_of_all_tokens_which_is_evaluated(
-    kind: str, store: LatentStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluation_predicts_with_all_tokens(kind: str, store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
     state = state_of(store, *TERMS, *OWN, f"routing.kind={kind}", *ROUTED, "routing.share=0.9", "optimizer.lr=1e-2")
     for _, batch in zip(range(3), state.loader, strict=False):  # so that the model puts out more than zero
         train_step(state, batch)
@@ -181,18 +169,15 @@ def test_a_routed_prediction_is_another_than_that_of_all_tokens_which_is_evaluat
 @pytest.mark.parametrize("sampler", ["euler", "heun", "dpm", "sde"])
 def test_a_model_with_a_class_token_draws_latents(sampler: Any, store: LatentStore, tmp_path: Path) -> None:
     run_to(store, tmp_path / "run", 2, *ALL)
-    snapshot = load_snapshot(tmp_path / "run", CPU)
-    conditioning = snapshot.conditioner(torch.tensor([0, 1, 2]), {})
-    solver = Solver(sampler=sampler, steps=4, guidance=2.0)
-    drawn = draw_latents(snapshot, conditioning, size=(4, 4), seed=0, solver=solver)
+    snapshot, how = load_snapshot(tmp_path / "run", CPU), dict[str, Any](size=(4, 4), seed=0)
+    conditioning, solver = snapshot.conditioner(torch.tensor([0, 1, 2]), {}), Solver(sampler, steps=4, guidance=2.0)
+    drawn = draw_latents(snapshot, conditioning, **how, solver=solver)
     assert drawn.shape == (3, 4, 4, 4)
-    alone = draw_latents(snapshot, select(conditioning, [1]), size=(4, 4), seed=0, solver=solver, numbers=[1])
+    alone = draw_latents(snapshot, select(conditioning, [1]), **how, solver=solver, numbers=[1])
     torch.testing.assert_close(drawn[1:2], alone, rtol=1e-4, atol=1e-5)
 
 
-def test_the_null_of_a_model_that_drops_its_path_is_drawn_without_it(
-    store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_null_is_drawn_without_the_path(store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SPRINT's path-drop guidance; the share of dropped images is that of the recipe."""
     run_to(store, tmp_path / "run", 2, *FLOW, *SPRINT)
     snapshot, seen = load_snapshot(tmp_path / "run", CPU), list[Any]()
@@ -250,8 +235,6 @@ DISPERSIVE, TREAD = "objective.dispersive_weight=0.5", "routing.kind=tread"
         (("model.name=pixart-tiny", TREAD), "routing look into the blocks of a DiT"),
     ],
 )
-def test_what_the_store_or_the_model_lacks_is_named(
-    overrides: tuple[str, ...], message: str, store: LatentStore
-) -> None:
+def test_what_store_or_model_lacks_is_named(overrides: tuple[str, ...], message: str, store: LatentStore) -> None:
     with pytest.raises(LeanditError, match=message):
         state_of(store, *FLOW, *overrides)

@@ -26,7 +26,7 @@ from leandit.train.models.spec import ModelSpec, TextInput
 from leandit.train.run.fit import model_spec
 from leandit.train.weights.init_from import initial_weights
 from leandit.train.weights.published import official_bytes, read_official
-from leandit.train.weights.sources import read_config, source_warnings
+from leandit.train.weights.sources import position_grid, read_config, source_warnings
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 SPEC = ModelSpec(name="DiT-S/2", channels=4, out_channels=8, num_classes=3, caption_width=0, base_size=8)
@@ -54,9 +54,7 @@ WRITERS: dict[str, Callable[[Path, dict[str, Tensor]], Any]] = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_each_official_file_gives_its_weights_to_the_bit(
-    name: str, official: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_each_official_file_gives_its_weights(name: str, official: dict[str, Tensor], tmp_path: Path) -> None:
     WRITERS[name](tmp_path / name, official)
     model = build_model(SPEC, seed=9)
     assert read_official(tmp_path / name).keys() == official.keys()
@@ -84,7 +82,7 @@ def test_each_official_file_gives_its_weights_to_the_bit(
         ({"name": "DiT-B/2"}, ("model.name",)),
     ],
 )
-def test_weights_of_another_model_are_refused(
+def test_another_model_is_refused(
     changed: dict[str, Any], words: tuple[str, ...], official: dict[str, Tensor], tmp_path: Path
 ) -> None:
     (tmp_path / "a.pt").write_bytes(official_bytes(official, ".pt"))
@@ -143,12 +141,9 @@ def test_a_dit_of_diffusers_is_loaded_exactly(place: str, tmp_path: Path) -> Non
     with torch.no_grad():  # at every other time, diffusers' class has another embedding than DiT
         wanted = theirs(x, timestep=t, class_labels=y, return_dict=False)[0]
         torch.testing.assert_close(ours.eval()(x, t, Conditioning(labels=y)), wanted, rtol=1e-4, atol=1e-4)
-
-
-def test_a_dit_that_was_trained_in_diffusers_is_refused(tmp_path: Path) -> None:
-    diffusers_dit(tmp_path, trained=True)
+    diffusers_dit(tmp_path / place, trained=True)
     with pytest.raises(RunError, match=r"embedders in every block"):
-        initial_weights(str(tmp_path), build_model(SPEC, seed=0), SPEC)
+        initial_weights(str(tmp_path), ours, SPEC)
 
 
 def saved_text_model(folder: Path, name: str, family: str, *, channels: int = 4, **more: Any) -> Any:
@@ -222,18 +217,14 @@ def test_a_folder_that_does_not_fit_is_refused_before_anything_is_written(
 
 def test_a_distilled_sana_and_a_missing_folder_are_refused(tmp_path: Path) -> None:
     saved_text_model(tmp_path / "sprint", "sana-tiny", "sana", guidance_embeds=True)
-    with pytest.raises(RunError, match="distilled"):
-        read_config(str(tmp_path / "sprint"), "sana")
-    with pytest.raises(RunError, match="no such folder"):
-        read_config(str(tmp_path / "nowhere"), "sana")
-    with pytest.raises(RunError, match="not available from the hub"):
-        read_config("nobody/nothing", "sana")
+    names = {f"{tmp_path}/sprint": "distilled", f"{tmp_path}/no": "no such folder", "a/b": "not available from the hub"}
+    for name, words in names.items():
+        with pytest.raises(RunError, match=words):
+            read_config(name, "sana")
 
 
 @pytest.mark.parametrize("name", ["pixart-tiny", "dit-s-2-text"])
-def test_a_run_begins_with_the_averages_of_another_run_at_any_resolution(
-    name: str, caption_store: LatentStore, tmp_path: Path
-) -> None:
+def test_a_run_begins_with_the_averages_of_another_run(name: str, caption_store: LatentStore, tmp_path: Path) -> None:
     rates = []
 
     def go(run: str, *overrides: str) -> Path:
@@ -262,9 +253,7 @@ def test_a_run_begins_with_the_averages_of_another_run_at_any_resolution(
         initial_weights(str(first), build_model(SPEC, seed=0), SPEC.model_copy(update={"name": "DiT-B/2"}))
 
 
-def test_other_labels_than_those_that_official_weights_or_a_run_have_learned_are_warned_of(
-    label_store: LatentStore, tmp_path: Path
-) -> None:
+def test_other_labels_than_those_learned_are_warned_of(label_store: LatentStore, tmp_path: Path) -> None:
     wnids, latent = list(imagenet_names()), label_store.spec.latent
 
     def warnings(classes: list[str], num_classes: int = 1000) -> list[str]:
@@ -290,3 +279,36 @@ def test_other_labels_than_those_that_official_weights_or_a_run_have_learned_are
     (warning,) = warnings_of("cat", "n000")
     assert f"'{first}' has learned another store's 3 labels, 2 of this store's 2 differ" in warning
     assert "'cat' is label 0, which was learned as 'n000'." in warning
+
+
+@pytest.mark.parametrize("name", ["dit-s-4", "dit-s-4-rope"])
+def test_positions_keep_the_span_of_their_training(name: str, label_store: LatentStore, tmp_path: Path) -> None:
+    """A run at twice the side begins as the same function of the old sizes."""
+    rope = ["model.positions=rope"] if name.endswith("rope") else []
+    first = tmp_path / "first"
+    recipe = train_recipe("dit-s-4", "run.steps=1", *rope)
+    run_to(recipe, label_store, first)
+    learned = model_spec(recipe, label_store.spec, "store")
+    images = label_store.spec.images.model_copy(update={"resolution_px": 2 * label_store.spec.images.resolution_px})
+    large = label_store.spec.model_copy(update={"images": images})
+    spec = model_spec(train_recipe("dit-s-4", f"model.init_from={first}", *rope), large, "large")
+    assert (position_grid(str(first)), spec.base_size) == (learned.base_size // 4, learned.base_size)
+    one, other = build_model(learned, seed=0), build_model(spec, seed=1)
+    for model, its in ((one, learned), (other, spec)):
+        model.load_state_dict(initial_weights(str(first), model, its)[0])
+    conditioning, t = Conditioning(labels=torch.tensor([0])), torch.tensor([300.0])
+    with torch.no_grad():
+        for size in (learned.base_size, 2 * learned.base_size):
+            x = torch.randn(1, learned.channels, size, size)
+            assert torch.equal(one.eval()(x, t, conditioning), other.eval()(x, t, conditioning))
+
+
+def test_weights_of_a_run_with_other_options_are_refused(label_store: LatentStore, tmp_path: Path) -> None:
+    """None of these changes a tensor, so the weights would load and compute something else."""
+    for option in ("time=share", "norm=rms", "positions=both"):
+        first = tmp_path / option
+        recipe = train_recipe("dit-s-4", "run.steps=1", f"model.{option}", "objective.kind=flow")
+        run_to(recipe, label_store, first)
+        other = train_recipe("dit-s-4", f"model.init_from={first}", "objective.kind=flow")
+        with pytest.raises(RunError, match=f"was trained with model.{option}, .* Use --set model.{option}"):
+            run_to(other, label_store, tmp_path / "second")

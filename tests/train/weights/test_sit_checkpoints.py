@@ -97,9 +97,7 @@ def neighbour_angles(side: int) -> Tensor:
     ids=["SiT", "LightningDiT", "LightningDiT with QK-norm", "LightningDiT with layer norms"],
 )
 @torch.no_grad()
-def test_a_published_checkpoint_gives_the_published_velocity(
-    spec: ModelSpec, lightning: bool, qk_norm: bool, tmp_path: Path
-) -> None:
+def test_a_checkpoint_gives_its_velocity(spec: ModelSpec, lightning: bool, qk_norm: bool, tmp_path: Path) -> None:
     spec = with_options(spec, qk_norm=qk_norm)
     weights = published(spec, lightning=lightning, qk_norm=qk_norm)
     torch.save({"ema": {f"module.{name}": tensor for name, tensor in weights.items()}}, tmp_path / "published.pt")
@@ -120,9 +118,7 @@ def test_a_published_checkpoint_gives_the_published_velocity(
     ("learned", "norm", "positions"),
     [(LIGHTNING, "rms", "rope"), (LIGHTNING, "layer", "both"), (LIGHTNING_LAYER, "rms", "both")],
 )
-def test_a_lightningdit_without_its_options_or_without_shifts_is_refused(
-    learned: ModelSpec, norm: str, positions: str, tmp_path: Path
-) -> None:
+def test_another_lightningdit_is_refused(learned: ModelSpec, norm: str, positions: str, tmp_path: Path) -> None:
     weights, path = published(learned, lightning=True), tmp_path / "published.pt"
     torch.save(weights, path)
     spec = with_options(LIGHTNING, norm=norm, positions=positions)

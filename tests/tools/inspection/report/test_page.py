@@ -38,7 +38,6 @@ TEMPLATE = """
 def page_of(text: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """A page that shows a text in every way that a template can."""
     with_template = environment()
-    assert with_template.loader
     with_template.loader = jinja2.ChoiceLoader([jinja2.DictLoader({"test.html": TEMPLATE}), with_template.loader])
     monkeypatch.setattr("leandit.tools.inspection.report.page.environment", lambda: with_template)
     charts = [

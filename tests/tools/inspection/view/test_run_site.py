@@ -22,9 +22,7 @@ def _without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "draw_charts", lambda _: {"losses": [], "steps": [], "speed": []})
 
 
-def test_the_page_is_drawn_anew_when_the_run_has_written_and_nothing_changes_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_is_drawn_anew_when_the_run_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_site, "PAUSE", 0)
     line = json.dumps(report_line(41)) + "\n"
     run = make_run(tmp_path / "run", "run.steps=1000", tail=line[:50])
@@ -50,9 +48,7 @@ def test_the_page_is_drawn_anew_when_the_run_has_written_and_nothing_changes_in_
     assert before.items() - tree_digest(run).items() <= {("metrics.jsonl", before["metrics.jsonl"])}
 
 
-def test_a_run_that_is_damaged_while_it_is_shown_is_a_page_that_says_so_until_it_is_repaired(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_damaged_while_it_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_site, "PAUSE", 0)
     run = make_run(tmp_path / "run")
     metrics = (run / "metrics.jsonl").read_bytes()

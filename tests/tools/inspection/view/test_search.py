@@ -123,7 +123,7 @@ def keys(store: LatentStore, **query: str) -> list[str]:
     return [store.record_at(position).key for position in positions]
 
 
-def test_words_are_looked_for_in_one_caption_the_class_or_the_key(
+def test_words_of_a_caption_class_or_key(
     caption_store: LatentStore, label_store: LatentStore, unsealed_store: Path
 ) -> None:
     everything = caption_store.records["key"].to_pylist()
@@ -225,9 +225,7 @@ def test_an_address_leads_back_to_its_query() -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 4_000_000])
-def test_large_texts_stay_on_disk_and_are_found_there(
-    rows: int, caption_store: LatentStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_texts_are_found_on_disk(rows: int, caption_store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "COPIED_ROWS", rows)
     tables = StoreTables(caption_store)
     kept = tables._database.execute("SELECT table_name FROM duckdb_tables()").fetchall()

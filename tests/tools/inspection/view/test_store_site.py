@@ -99,9 +99,7 @@ def test_texts_of_a_store_are_texts(hostile: LatentStore) -> None:
     assert {MARKUP, CONTROL, RIGHT_TO_LEFT} <= set(hostile.captions["text"].to_pylist())
 
 
-def test_a_page_shows_24_records_and_leads_to_the_next(
-    label_store: LatentStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_shows_24_records_and_leads_on(label_store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tables.PAGE == 24
     for module in (tables, store_site):
         monkeypatch.setattr(module, "PAGE", 6)
@@ -119,9 +117,7 @@ def test_a_page_shows_24_records_and_leads_to_the_next(
     assert "No records found" not in beyond.text
 
 
-def test_the_page_of_a_record_says_where_its_bytes_lie_and_whether_they_are_as_written(
-    caption_store: LatentStore, tmp_path: Path
-) -> None:
+def test_a_record_says_where_its_bytes_lie_and_if_they_changed(caption_store: LatentStore, tmp_path: Path) -> None:
     store = LatentStore(shutil.copytree(caption_store.path, tmp_path / "store"))
     record = store.record_at(4)
     path, offset, length = store.latents(record.bucket or "").place(record.row)
@@ -169,9 +165,7 @@ def test_images_of_a_record_are_images_and_rows_of_later_revisions_are_found(eve
         (KeyError("conv_in.weight"), "the decoder cannot be loaded (KeyError: 'conv_in.weight')."),
     ],
 )
-def test_without_a_decoder_an_image_is_its_latent_and_the_page_says_so(
-    error: Exception, note: str, label_store: LatentStore
-) -> None:
+def test_without_a_decoder_an_image_is_its_latent(error: Exception, note: str, label_store: LatentStore) -> None:
     def load() -> Any:
         raise error
 
@@ -249,7 +243,6 @@ def test_a_store_on_the_hub_is_shown(label_store: LatentStore, hub: Hub) -> None
     publish(label_store.path, url, no_progress, private=True, licence="mit", encoder_licence="mit")
     command = ["-c", WITH_HUB, hub.url, "view", url, "--no-open"]
     with ForkedPython(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as view:
-        assert view.stdout is not None
         line = view.stdout.readline()
         view.send_signal(signal.SIGINT)
         error = view.communicate(timeout=240)[1]
@@ -257,12 +250,9 @@ def test_a_store_on_the_hub_is_shown(label_store: LatentStore, hub: Hub) -> None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_page_refuses_websockets_quietly_and_a_signal_ends_it(
-    number: signal.Signals, label_store: LatentStore
-) -> None:
+def test_a_page_refuses_websockets_and_a_signal_ends_it(number: signal.Signals, label_store: LatentStore) -> None:
     command = ["-c", "from leandit.tools.cli.main import main; main()", "view", label_store.path, "--no-open"]
     with ForkedPython(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
         try:
             place = urlsplit(process.stdout.readline().split()[1])
             for path, headers, status in (("", {}, 200), (LONG, {}, 404), ("", WEBSOCKET, 400)):
@@ -293,7 +283,6 @@ main()
 def test_a_signal_ends_it_while_an_image_is_decoded(label_store: LatentStore) -> None:
     command = ["-c", SLOW_DECODER, "view", label_store.path, "--no-open"]
     with ForkedPython(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
         try:
             place = urlsplit(process.stdout.readline().split()[1])
             connection = HTTPConnection(str(place.hostname), place.port, timeout=240)
@@ -307,9 +296,7 @@ def test_a_signal_ends_it_while_an_image_is_decoded(label_store: LatentStore) ->
 
 
 # Every user of the machine can read the arguments of a process.
-def test_the_browser_is_not_told_the_token_in_its_arguments(
-    monkeypatch: pytest.MonkeyPatch, label_store: LatentStore
-) -> None:
+def test_no_argument_of_the_browser_is_the_token(monkeypatch: pytest.MonkeyPatch, label_store: LatentStore) -> None:
     opened, said, is_open = [], [], Event()
 
     def open_page(address: str) -> None:

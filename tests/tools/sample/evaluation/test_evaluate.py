@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from dataclasses import replace
@@ -19,10 +18,8 @@ from typer.testing import CliRunner
 
 from leandit.datasets.errors import DamageError, EncoderError, RecipeError, SourceError
 from leandit.datasets.store import LatentStore
-from leandit.precompute.images.decoders import Decoders
 from leandit.tools.cli.commands import app
 from leandit.tools.inspection.report.run import report_run
-from leandit.tools.sample.evaluation import images
 from leandit.tools.sample.evaluation.distances import frechet_distance
 from leandit.tools.sample.evaluation.evaluate import evaluate, rows_of
 from leandit.tools.sample.evaluation.images import folder_images
@@ -35,15 +32,13 @@ DISTANCES = ("frechet", "kid", "precision", "recall", "density", "coverage")
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A vision model, two halves of one kind of images, and noise."""
-    root = tmp_path_factory.mktemp("evaluation")
+    root, random = tmp_path_factory.mktemp("evaluation"), np.random.default_rng(0)
     make_dinov2(root / "dinov2", width=16, deviation=0.2)
-    for half in ("one", "other"):
-        (root / half / "deep").mkdir(parents=True)
+    for name in ("one/deep", "other/deep", "noise"):
+        (root / name).mkdir(parents=True)
     for seed in range(80):
         folder = root / ("one" if seed % 2 else "other") / ("deep" if seed % 3 else "")
         smooth_image(seed, 64, 64 + 8 * (seed % 3)).save(folder / f"{seed:03}.png")
-    (root / "noise").mkdir()
-    random = np.random.default_rng(0)
     for i in range(40):
         Image.fromarray(random.integers(0, 256, (64, 64, 3), np.uint8)).save(root / f"noise/{i:03}.png")
     return root
@@ -52,12 +47,6 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> TinyClip:
     return make_clip(tmp_path_factory.mktemp("clip"))
-
-
-@pytest.fixture(autouse=True)
-def _quick(decoders: Decoders, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes that decode images are started once."""
-    monkeypatch.setattr(images, "Decoders", lambda _: contextlib.nullcontext(decoders))
 
 
 def measured(target: Path, against: Path | None, here: Path, **options: Any) -> dict:
@@ -83,8 +72,7 @@ def test_a_set_is_nearest_to_itself_then_to_its_other_half_then_to_noise(here: P
     assert half["recall"] > noise["recall"]
     assert half["coverage"] > noise["coverage"]
     assert (half["images"]["kind"], half["images"]["count"], half["reference"]["count"]) == ("folder", 40, 40)
-    assert half["features"]["class"] == "Dinov2Model"
-    assert half["cmmd"] is None
+    assert (half["features"]["class"], half["cmmd"]) == ("Dinov2Model", None)
 
 
 def test_an_npz_is_as_its_folder_a_crop_makes_squares_and_fewer_are_spread(here: Path, tmp_path: Path) -> None:
@@ -94,14 +82,10 @@ def test_an_npz_is_as_its_folder_a_crop_makes_squares_and_fewer_are_spread(here:
     assert numbers(packed) == numbers(folder)
     assert packed["images"]["kind"] == "npz"
     read = folder_images(here / "one", 32).read
-    assert read is not None
     assert {one.shape for one in next(read([np.arange(40)]))} == {(32, 32, 3)}
     assert numbers(measured(here / "noise", here / "one", here, crop_px=32)) != numbers(folder)
     fewer = measured(here / "other", here / "one", here, most=20)
     assert (fewer["reference"]["count"], fewer["reference"]["of"]) == (20, 40)
-
-
-# --------------------------------------------------------------------------------------------------------- statistics
 
 
 def test_the_statistics_of_a_reference_are_computed_once(here: Path, tmp_path: Path) -> None:
@@ -141,9 +125,7 @@ class PixelNetwork:
         return np.stack([one[:32, :32].reshape(-1)[:WIDTH] / np.float32(255) for one in images])
 
 
-def test_reference_batches_of_adm_have_statistics_of_other_images(
-    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adms_batches_have_statistics_of_others(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = "leandit.tools.sample.evaluation.evaluate.open_network"
     monkeypatch.setattr(module, lambda *_: PixelNetwork())
     shown = np.stack(pixels_of(here / "noise"))
@@ -175,11 +157,13 @@ def test_reference_batches_of_adm_have_statistics_of_other_images(
         measured(here / "noise", tmp_path / "small.npz", here)
 
 
-# -------------------------------------------------------------------------------------------------------------- stores
-
-
 def test_a_store_is_decoded_or_its_source_images_are_read(
-    label_store: LatentStore, class_folder: Path, here: Path
+    label_store: LatentStore,
+    class_folder: Path,
+    caption_store: LatentStore,
+    caption_folder: Path,
+    here: Path,
+    tmp_path: Path,
 ) -> None:
     source = measured(class_folder, label_store.path, here, crop_px=32, source=[str(class_folder)])
     assert source["reference"]["kind"] == "store, source images"
@@ -190,37 +174,22 @@ def test_a_store_is_decoded_or_its_source_images_are_read(
     assert decoded["frechet"] > 1e-4  # the error of the VAE
     assert any("the error of the VAE is not counted" in note for note in decoded["notes"])
     both = measured(label_store.path, label_store.path, here, source=[str(class_folder)])  # of the reference alone
-    assert both["images"] == decoded["reference"]
-    assert both["reference"] == source["reference"]
-
-
-def test_a_store_of_several_buckets_is_read_whole(caption_store: LatentStore, caption_folder: Path, here: Path) -> None:
-    assert len(caption_store.buckets) == 3
-    for source in ([], [str(caption_folder)]):
-        found = measured(caption_folder, caption_store.path, here, source=source)
-        assert (found["reference"]["count"], found["images"]["count"]) == (14, 14)
-
-
-def test_a_source_without_a_record_of_the_store_is_refused(
-    label_store: LatentStore, class_folder: Path, here: Path, tmp_path: Path
-) -> None:
+    assert (both["images"], both["reference"]) == (decoded["reference"], source["reference"])
     copy = shutil.copytree(class_folder, tmp_path / "train")
     (copy / "n001/3.png").unlink()
     with pytest.raises(SourceError, match=r"1 of its records are not in the source, the first is 'n001/3\.png'"):
         measured(class_folder, label_store.path, here, source=[str(copy)])
-
-
-# ---------------------------------------------------------------------------------------------------------------- runs
+    for source in ([], [str(caption_folder)]):  # of several buckets
+        found = measured(caption_folder, caption_store.path, here, source=source)
+        assert (found["reference"]["count"], found["images"]["count"]) == (14, 14)
 
 
 @pytest.mark.usefixtures("tiny_models")
 def test_a_run_is_drawn_and_measured(label_store: LatentStore, here: Path, tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
-    recipe = train_recipe("dit-s-4", "run.steps=2")
-    run_to(recipe, label_store, run)
+    run_to(train_recipe("dit-s-4", "run.steps=2"), label_store, run)
     draw = SampleRequest(count=8, steps=2, guidance=1.0, seed=3)
     found = measured(run, label_store.path, here, draw=draw, out=out)
-    assert (found["images"]["kind"], found["images"]["snapshot"]) == ("run", "snapshot-2")
     assert dict(rows_of(found))["drawn with"] == "averaged weights, ddim, 2 steps, guidance 1"
     assert "81% of the averaged weights is still what the run began with" in found["notes"][0]  # 0.9 ** 2
     raw = measured(run, label_store.path, here, draw=replace(draw, weights="raw"), out=tmp_path / "raw")
@@ -229,24 +198,19 @@ def test_a_run_is_drawn_and_measured(label_store: LatentStore, here: Path, tmp_p
     assert raw["frechet"] != found["frechet"]
     assert len(list(out.glob("0*.png"))) == 8
     assert numbers(measured(out, label_store.path, here)) == numbers(found)
-    fewer = SampleRequest(count=6, steps=2, guidance=1.0, seed=3)
-    assert measured(run, label_store.path, here, draw=fewer, out=out)["images"]["count"] == 6
-
     with open(run / "evaluations.jsonl", "a") as file:
         file.write('{"images": {')  # of a command that was killed
-    again = measured(run, label_store.path, here, draw=fewer, out=out)
+    fewer = measured(run, label_store.path, here, draw=replace(draw, count=6), out=out)
+    assert fewer["images"]["count"] == 6
     lines = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
-    assert (len(lines), lines[0], lines[1], lines[3]) == (4, found, raw, again)
-    how = {"step": 2, "sampler": "ddim", "steps": 2, "guidance": 1.0, "interval": [0.0, 1.0], "seed": 3, "count": 8}
+    assert lines == [found, raw, fewer]
+    how = {"kind": "run", "snapshot": "snapshot-2", "step": 2, "sampler": "ddim", "steps": 2, "guidance": 1.0}
+    how |= {"interval": [0.0, 1.0], "seed": 3, "count": 8}
     assert lines[0]["images"] | how == lines[0]["images"]
     assert len(lines[0]["images"]["weights_xxh3_128"]) == 32
     assert lines[0]["reference"]["count"] == len(label_store)
-
     report_run(run, tmp_path / "run.html")
     assert (tmp_path / "run.html").read_text().count(f"{found['frechet']:.5g}") == 1
-
-
-# ------------------------------------------------------------------------------------------------------------ captions
 
 
 def test_the_clip_score_is_that_of_transformers(clip: TinyClip, here: Path, tmp_path: Path) -> None:
@@ -286,58 +250,29 @@ def test_captions_are_found_by_name_and_long_ones_are_cut(clip: TinyClip, here: 
         measured(here / "one", None, here, clip=str(clip.folder))
 
 
-def test_images_named_by_number_are_in_order_of_their_numbers(clip: TinyClip, here: Path, tmp_path: Path) -> None:
+def test_images_named_by_number_are_in_order_of_their_numbers(tmp_path: Path) -> None:
     """Of a set of a million images and more, 1000000.png is after 999999.png, and so are the captions."""
-    captions = [CLIP_TEXTS[i % 5 == 0] for i in range(12)]
-    for i, pixels in enumerate(pixels_of(here / "one")[:12]):
-        for name in (f"padded/{i:06d}.png", f"plain/{i}.png"):
-            (tmp_path / name).parent.mkdir(exist_ok=True)
-            Image.fromarray(pixels).save(tmp_path / name)
-    for name in ("padded", "plain"):
-        (tmp_path / name / "samples.json").write_text(json.dumps({"samples": captions}))
-    padded, plain = (measured(tmp_path / name, None, here, clip=str(clip.folder)) for name in ("padded", "plain"))
-    assert plain["clip_score"] == padded["clip_score"]
-    (tmp_path / "plain/999999.png").write_bytes(b"")
-    (tmp_path / "plain/1000000.png").write_bytes(b"")
-    assert folder_images(tmp_path / "plain").names == [f"{i}.png" for i in (*range(12), 999_999, 1_000_000)]
+    for number in (1_000_000, 11, 2, 999_999):
+        (tmp_path / f"{number}.png").write_bytes(b"")
+    assert folder_images(tmp_path).names == ["2.png", "11.png", "999999.png", "1000000.png"]
 
 
-# -------------------------------------------------------------------------------------------------------------- errors
+def test_useless_options_are_refused(here: Path, tmp_path: Path) -> None:
+    images = tmp_path / "noise.npz"
+    np.savez(images, arr_0=np.zeros((8, 8, 8, 3), np.uint8))
+    for against, option, value, words in (
+        (None, "source", ["a"], "--source: only a reference"),
+        (None, "most", 3, "--against-num: only a reference"),
+        (None, "keep", Path("k.npz"), "--keep-statistics: only a reference"),
+        (here / "one", "captions", Path("c.json"), "--captions: they are for the CLIP score"),
+        (images, "crop_px", 8, "--crop: it crops folders"),
+        (here / "one", "source", ["a"], "--source: it is for stores"),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            measured(images, against, here, **{option: value})
 
 
-@pytest.mark.parametrize(
-    ("against", "options", "words"),
-    [
-        (None, {"source": ["a"]}, "--source: only a reference"),
-        (None, {"most": 3}, "--against-num: only a reference"),
-        (None, {"keep": Path("k.npz")}, "--keep-statistics: only a reference"),
-        ("one", {"captions": Path("c.json")}, "--captions: they are for the CLIP score"),
-        ("noise.npz", {"crop_px": 8}, "--crop: it crops folders"),
-        ("one", {"source": ["a"]}, "--source: it is for stores"),
-    ],
-)
-def test_an_option_that_would_change_nothing_is_refused(
-    against: str | None, options: dict[str, Any], words: str, here: Path, tmp_path: Path
-) -> None:
-    np.savez(tmp_path / "noise.npz", arr_0=np.zeros((8, 8, 8, 3), np.uint8))
-    reference = against and (here if against == "one" else tmp_path) / against
-    with pytest.raises(RecipeError, match=words):
-        measured(tmp_path / "noise.npz", reference, here, **options)
-
-
-def test_features_that_are_not_finite_are_an_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken(PixelNetwork):
-        def features(self, images: list[np.ndarray]) -> np.ndarray:
-            rows = super().features(images)
-            rows[3, 0] = np.nan
-            return rows
-
-    monkeypatch.setattr("leandit.tools.sample.evaluation.evaluate.open_network", lambda *_: Broken())
-    with pytest.raises(EncoderError, match="not finite for image 3 of the set"):
-        measured(here / "noise", here / "one", here)
-
-
-def test_what_cannot_be_measured_is_named(here: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_measured_is_named(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "five").mkdir()
     for i in range(5):
@@ -349,7 +284,7 @@ def test_what_cannot_be_measured_is_named(here: Path, tmp_path: Path) -> None:
         "mu": {"mu": np.zeros(3), "sigma": np.zeros((3, 3))},
     }.items():
         np.savez(tmp_path / f"{name}.npz", **arrays)
-    errors = (
+    for kind, target, against, words in (
         (SourceError, tmp_path / "empty", here / "one", "it holds no images"),
         (SourceError, here / "one", tmp_path / "nothing", "there is no such file"),
         (SourceError, tmp_path / "five", here / "one", "expected more than 5 of each"),
@@ -357,13 +292,14 @@ def test_what_cannot_be_measured_is_named(here: Path, tmp_path: Path) -> None:
         (SourceError, tmp_path / "other.npz", here / "one", "neither images nor statistics"),
         (DamageError, here / "one", tmp_path / "told.npz", "does not say what"),
         (SourceError, here / "one", tmp_path / "mu.npz", "which are of Inception"),
-    )
-    for kind, target, against, words in errors:
+    ):
         with pytest.raises(kind, match=words):
             measured(target, against, here)
-
-
-def test_several_processes_are_refused_with_what_to_do(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = PixelNetwork()
+    broken.features = lambda images: np.where(np.arange(len(images)) == 3, np.nan, 1)[:, None].repeat(9, 1)
+    monkeypatch.setattr("leandit.tools.sample.evaluation.evaluate.open_network", lambda *_: broken)
+    with pytest.raises(EncoderError, match="not finite for image 3 of the set"):
+        measured(here / "noise", here / "one", here)
     monkeypatch.setenv("WORLD_SIZE", "2")
     ended = CliRunner().invoke(app, ["evaluate", str(here / "noise"), "--against", str(here / "one")])
     assert "expected one process. Draw in several with 'leandit sample" in str(ended.exception)

@@ -16,12 +16,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection, Dinov2
 
 from leandit.datasets.errors import EncoderError, RecipeError
 from leandit.tools.sample.evaluation.inception import Inception, Mixed
-from leandit.tools.sample.evaluation.networks import (
-    INCEPTION_FILES,
-    input_side_px,
-    open_network,
-    squares,
-)
+from leandit.tools.sample.evaluation.networks import INCEPTION_FILES, input_side_px, open_network, squares
 
 
 def image(height: int = 40, width: int = 56, seed: int = 0) -> np.ndarray:
@@ -45,9 +40,6 @@ def test_the_resize_of_tensorflow_takes_no_mean_of_what_it_skips() -> None:
     between = (pixels[:, 0].astype(float) + pixels[:, 1]) / 2
     assert pytest.approx(between) == doubled[:, ::2, 1].T
     assert np.array_equal(doubled[:, :, 15], doubled[:, :, 14])  # the edge is repeated
-
-
-# ---------------------------------------------------------------------------------------------------------- Inception
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +95,7 @@ def test_the_pools_of_inception_leave_out_the_padding() -> None:
     assert pooled == pytest.approx(np.full((1, 4, 5, 5), (1 + 1e-3) ** -0.5))  # corners have the mean of four, not nine
 
 
-def test_inception_is_found_where_other_programs_keep_it(
-    inception_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inception_is_found_in_its_cache(inception_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     with pytest.raises(EncoderError, match=f"there is no file .*{INCEPTION_FILES[0]}.* --features FILE"):
         open_network("inception", None, CPU)
@@ -127,9 +117,6 @@ def test_another_model_than_inception_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(EncoderError, match=words):
             open_network(str(tmp_path / name), None, CPU)
-
-
-# ----------------------------------------------------------------------------------------------- vision transformers
 
 
 def test_of_dinov2_the_class_token_of_the_normalised_image_counts(tmp_path: Path) -> None:
@@ -157,14 +144,9 @@ def test_of_clip_the_projected_embedding_counts(tmp_path: Path) -> None:
         expected = model(squares([image()], 32, CPU) / 127.5 - 1).image_embeds
     assert network.features([image()]) == pytest.approx(expected.numpy(), abs=1e-5)
     assert network.is_clip
-    with pytest.raises(RecipeError, match="--resize tensorflow: only Inception has it"):
-        open_network(str(tmp_path), "tensorflow", CPU)
-
-
-def test_the_side_is_that_of_the_preprocessor() -> None:
-    assert input_side_px({"crop_size": 224, "size": {"shortest_edge": 256}}, 518, "m") == 224
-    assert input_side_px({"size": {"height": 384, "width": 384}}, 518, "m") == 384
-    assert input_side_px({"size": {"shortest_edge": 336}}, 518, "m") == 336
-    assert input_side_px({}, 518, "m") == 518
+    for said, side in (({"crop_size": 224, "size": {"shortest_edge": 256}}, 224), ({}, 518)):
+        assert input_side_px(said, 518, "m") == side
     with pytest.raises(EncoderError, match=r"m: the size .* expected one side"):
         input_side_px({"size": {"height": 2, "width": 3}}, 518, "m")
+    with pytest.raises(RecipeError, match="--resize tensorflow: only Inception has it"):
+        open_network(str(tmp_path), "tensorflow", CPU)

@@ -1,4 +1,4 @@
-"""``leandit bench loader``: its figures of a small store. No time is asserted."""
+"""``leandit bench``: the figures of a small store, and of a few steps. No time is asserted."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forked import run_forked
 from making import tree_digest
 
 from leandit.datasets.store import LatentStore
@@ -32,9 +33,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     return run
 
 
-def test_a_store_is_read_beside_a_gather_of_the_same_bytes(
-    bench: Bench, label_store: LatentStore, tmp_path: Path
-) -> None:
+def test_a_store_is_read_beside_a_gather_of_its_bytes(bench: Bench, label_store: LatentStore, tmp_path: Path) -> None:
     before = tree_digest(label_store.path)
     code, out, _ = bench(label_store.path, "--json", "--scratch", tmp_path / "scratch")
     result = json.loads(out)
@@ -84,3 +83,20 @@ def test_what_cannot_be_read_is_an_error_with_a_way_out(bench: Bench, tmp_path: 
     assert (code, "leandit precompute" in error) == (3, True)
     code, _, error = bench("s3://bucket/store")
     assert (code, "is a URL" in " ".join(error.replace("│", "").split())) == (2, True)
+
+
+MAIN = "from leandit.tools.cli.main import main; main()"
+TINY = ["--set", "model.name=DiT-Ti/4", "--set", "run.global_batch=2", "--set", "run.precision=bf16"]
+
+
+def test_a_recipe_is_measured_on_a_store(label_store: LatentStore) -> None:
+    how = ["--store", label_store.path, "--rounds", "2", "--steps", "1", "--device", "cpu"]
+    ended = run_forked(["-c", MAIN, "bench", "train", "dit-s-2-256", *map(str, how), *TINY, "--json"])
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert [len(found[name]) for name in ("images_per_second", "step_seconds", "peak_gib")] == [2, 2, 2]
+    assert min(found["images_per_second"] + found["step_seconds"] + found["peak_gib"]) > 0
+    assert all(0 <= share <= 1 for share in found["data_wait_share"])
+    assert found["mfu"] == [None, None]
+    assert found["batch"] == 2
+    assert found["precision"].startswith("fp32 (bf16 was requested, cpu has no fast bf16")
