@@ -15,7 +15,6 @@ from stores import deep
 from leandit.datasets.batches.latents import final_latents, mean_latents
 from leandit.datasets.errors import RecipeError
 from leandit.datasets.format.token_dtypes import narrow_latents, widen_latents
-from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders.vae import ImageEncoder
@@ -49,33 +48,22 @@ def test_a_position_has_its_largest_number_over_127_as_scale_in_four_more_channe
     assert (numbers[1, :, 0, 0] == 0).all()
 
 
-def test_batches_statistics_and_images_are_of_float32_but_for_the_rounding(stores: dict[str, LatentStore]) -> None:
+def test_rows_statistics_and_images_are_of_float32_but_for_the_rounding(stores: dict[str, LatentStore]) -> None:
     exact, rounded = stores["float32"], stores["int8"]
-    (bucket,) = exact.buckets
-    assert rounded.latents(bucket)[0].dtype == np.int8
     for flipped in (False, True):
-        before, after = (one.latents(bucket, flipped=flipped)[:] for one in (exact, rounded))
+        before, after = (one.latents("32x32", flipped=flipped)[:] for one in (exact, rounded))
         np.testing.assert_array_equal(after, narrow_latents(before))
-    batches = [next(iter(make_loader(store, global_batch=4, seed=1))) for store in (exact, rounded)]
-    assert torch.equal(batches[0].records, batches[1].records)
-    largest = batches[0].latents.abs().amax(dim=1, keepdim=True)
-    assert ((batches[1].latents - batches[0].latents).abs() <= largest / 127).all()
-    spec, stored = rounded.spec.latent, torch.from_numpy(rounded.latents(bucket)[:].copy())
+    spec, stored = rounded.spec.latent, torch.from_numpy(rounded.latents("32x32")[:].copy())
     numbers = torch.from_numpy(widen_latents(stored.numpy()).copy())
     as_float = spec.model_copy(update={"dtype": "float32"})
     for function in (lambda rows, one: final_latents(rows, one, None), mean_latents):
         assert torch.equal(function(stored, spec), function(numbers, as_float))
     statistics = [store.manifest.statistics for store in (exact, rounded) if store.manifest]
     np.testing.assert_allclose(statistics[1].channel_std, statistics[0].channel_std, rtol=0.02)
-    checks = [store.manifest.self_check for store in (exact, rounded) if store.manifest]
-    for one, other in zip(checks[0].images, checks[1].images, strict=True) if checks[0] and checks[1] else ():
-        assert abs(one.psnr_db - other.psnr_db) < 0.5
-    decoded = [LatentDecoder.of_store(one, None, CPU).decode_rows(one.latents(bucket)[:4]) for one in (exact, rounded)]
+    decoded = [LatentDecoder.of_store(one, None, CPU).decode_rows(one.latents("32x32")[:4]) for one in (exact, rounded)]
     assert np.abs(decoded[0].astype(int) - decoded[1].astype(int)).max() <= 8
     described = describe_record(rounded, rounded.record_at(0))
-    assert described["stored_shape"][0] == spec.channels + 4
-    assert len(described["channel_mean"]) == spec.channels
-    assert described["finite"]
+    assert (described["stored_shape"][0], len(described["channel_mean"])) == (spec.channels + 4, spec.channels)
 
 
 def test_it_is_verified_and_encoded_again_bit_for_bit(stores: dict[str, LatentStore], class_folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Own prompts (``captions.sample``): captions that no record has, encoded like every caption."""
+"""Captions that no record has: own prompts (``captions.sample``), and the null caption of an image without one."""
 
 from __future__ import annotations
 
@@ -9,20 +9,30 @@ import making
 import numpy as np
 import pytest
 import torch
-from making import CPU, caption_recipe, label_recipe, no_progress, store_digest, train_recipe, tree_digest
+from making import (
+    CPU,
+    caption_recipe,
+    label_recipe,
+    read_metadata,
+    store_digest,
+    train_recipe,
+    write_metadata,
+)
 from runs import HOLDOUT, run_to
 from safetensors import safe_open
 from safetensors.torch import load_file
-from stores import checked, copy_of
+from stores import copy_of
 
 from leandit.datasets.batches.captions import Captions
 from leandit.datasets.batches.latents import denormalise
 from leandit.datasets.errors import RecipeError
-from leandit.datasets.maintenance.compact import compact
+from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import Report
+from leandit.train.models.conditioning import Conditioner
 from leandit.train.run.evaluation.decoding import Decoding
+from leandit.train.run.fit import model_spec
 from leandit.train.sampling.guided import Solver, draw_latents
 from leandit.train.sampling.snapshot import load_snapshot
 
@@ -69,19 +79,6 @@ def test_a_new_store_and_a_grown_one_hold_the_same_sample_captions_and_no_record
     assert verify_store(grown).findings == []
 
 
-def test_a_damaged_sample_caption_is_repaired_and_compaction_keeps_it(caption_folder: Path, tmp_path: Path) -> None:
-    root = tmp_path / "store"
-    encode(caption_folder, root, with_captions(FOX))
-    whole = tree_digest(root)
-    (shard,) = [path for path in (root / "captions/embeddings").rglob("*") if path.name == "0" and path.is_file()]
-    shard.unlink()
-    assert (checked(root, caption_folder, repair=True)[0].findings, tree_digest(root)) == ([], whole)
-    compact(root, tmp_path / "compact", progress=no_progress)
-    kept = LatentStore(tmp_path / "compact")
-    assert kept.spec.sample_captions == [FOX]
-    assert embedding(kept, FOX) == embedding(LatentStore(root), FOX)
-
-
 @pytest.mark.usefixtures("tiny_models")
 def test_a_run_draws_exactly_its_sample_captions_and_loads_no_encoder(
     caption_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -117,3 +114,37 @@ def test_a_caption_that_no_store_has_is_refused_before_anything_is_written(
         train_recipe("dit-s-4", *own)
     with pytest.raises(RecipeError, match=r"captions\.sample needs a text encoder"):
         label_recipe(with_captions(FOX))
+
+
+@pytest.mark.usefixtures("tiny_models")
+def test_an_image_without_a_caption_is_stored_and_trains_as_the_null_caption(
+    caption_folder: Path, tmp_path: Path
+) -> None:
+    """``source.missing_caption = "null"``, which may be set and unset."""
+    source, without_caption = copy_of(caption_folder, tmp_path / "source"), ("images/2.png", "images/5.png")
+    rows = read_metadata(source)
+    rows[2].pop("captions")
+    rows[5]["captions"] = [" "]
+    write_metadata(source, rows)
+    for revision, missing in enumerate(("reject", "null", "reject", "null"), 1):
+        making.encode(caption_recipe(f"source.missing_caption={missing}"), source, tmp_path / "store", drop_gone=True)
+        store = LatentStore(tmp_path / "store")
+        assert store.revision == revision
+        reasons = {store.record(key).reason for key in without_caption}
+        assert reasons == {"no_caption" if missing == "reject" else None}
+    without = {store.record(key).index for key in without_caption}
+    recipe = train_recipe("pixart-tiny", "run.steps=2", "run.checkpoint_every=2")
+    spec = model_spec(recipe, store.spec, str(store.path))
+    null = torch.from_numpy(store.null_caption).float()
+    conditioner, seen = Conditioner(spec, null), set()
+    for batch in make_loader(store, global_batch=4, seed=0):
+        given = conditioner(batch.labels, batch.texts)
+        dropped = conditioner.drop(given, torch.ones(len(batch), dtype=torch.bool))
+        assert isinstance(given.captions, Captions)
+        assert isinstance(dropped.captions, Captions)
+        for i, index in enumerate(batch.records.tolist()):
+            is_null = torch.equal(given.captions[[i]].tokens, dropped.captions[[i]].tokens)
+            assert is_null == (index in without)
+            seen |= {index} & without
+    assert seen == without
+    run_to(recipe, store, tmp_path / "run")

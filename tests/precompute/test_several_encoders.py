@@ -28,7 +28,6 @@ from tiny_models import make_dinov2, save_clip
 
 from leandit.datasets.disk import files
 from leandit.datasets.errors import EncoderError, FingerprintMismatch, RecipeError, StoreError, UnknownKey
-from leandit.datasets.format.token_dtypes import StoredTokens, widen
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.maintenance.verify import verify_store
@@ -102,37 +101,6 @@ def test_rows_are_those_of_a_store_that_had_the_feature_from_the_start(stores: S
     assert added.captions["text"].equals(whole.captions["text"])
     assert added.records["min_cosine_dino"].to_numpy().min() > 0.99
     assert added.captions["num_tokens_short"].to_pylist() == whole.captions["num_tokens_short"].to_pylist()
-
-
-def test_a_batch_has_the_rows_of_its_records(stores: Stores) -> None:
-    store = LatentStore(stores.added)
-    seen = 0
-    for text in ("padded", "packed"):
-        for batch in make_loader(store, global_batch=4, text=text):
-            short, dino = batch.texts["short"], batch.features["dino"]
-            assert list(short.lengths) == [5] * len(batch)  # of full length
-            assert dino.patches is not None
-            assert dino.cls is not None
-            assert dino.patches.dtype == torch.float32
-            rows = short.padded
-            for i, position in enumerate(batch.records.tolist()):
-                record = store.record_at(position)
-                own = [store.caption_embedding(caption, "short") for caption in record.caption_ids]
-                assert any(np.array_equal(rows[i].numpy(), one) for one in own)
-                feature = store.feature("dino", batch.bucket)
-                stored = ([array[record.row] for array in feature.arrays("patches", flipped=f)] for f in (False, True))
-                views = [widen(StoredTokens(*parts), "int8") for parts in stored]
-                assert any(np.array_equal(dino.patches[i].numpy(), view) for view in views)
-                seen += 1
-    assert seen == 2 * len(store)
-    without = next(iter(make_loader(store, global_batch=4, text="none", features=())))
-    assert (without.texts, without.features) == ({}, {})
-    with pytest.raises(RecipeError, match=r"no feature .clip.\. Available: dino"):
-        make_loader(store, global_batch=4, features=["clip"])
-    with pytest.raises(UnknownKey, match="no feature 'clip'"):
-        store.feature("clip", "64x64")
-    with pytest.raises(UnknownKey, match="no text encoder 'long'"):
-        store.text("long")
 
 
 def test_another_recipe_is_refused_and_says_what_to_do_with_what_only_one_of_them_has(
@@ -268,12 +236,19 @@ def test_pooled_vectors_are_stored_beside_tokens_or_alone(source: Path, tmp_path
 
 
 def test_inspect_tells_of_each(stores: Stores) -> None:
-    facts = StoreFacts(LatentStore(stores.added))
+    store = LatentStore(stores.added)
+    facts = StoreFacts(store)
     summary, shown = facts.to_json(), render(facts)
+    with pytest.raises(RecipeError, match=r"no feature .clip.\. Available: dino"):
+        make_loader(store, global_batch=4, features=["clip"])
+    with pytest.raises(UnknownKey, match="no feature 'clip'"):
+        store.feature("clip", "64x64")
+    with pytest.raises(UnknownKey, match="no text encoder 'long'"):
+        store.text("long")
     assert summary["features"]["dino"]["spec"]["output"] == "both"
     assert summary["features"]["dino"]["bytes_per_record"] > 0
     assert summary["texts"]["short"]["caption_quality"]["min_cosine"] > 0.99
     assert {"feature dino", "captions short", "captions"} <= summary["bytes"].keys()
     assert "feature dino        4 x 4 patches and class token, 8 wide, stored as int8, 56 px for the model" in shown
-    width = LatentStore(stores.added).spec.texts[0].spec.width
+    width = store.spec.texts[0].spec.width
     assert f"captions short      tokens, {width} wide, stored as int8, all 5 tokens" in shown

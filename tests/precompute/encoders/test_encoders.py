@@ -221,18 +221,6 @@ def test_a_scale_that_the_config_leaves_out_is_taken_from_the_class_only_where_i
             image_encoder(folder)
 
 
-def test_weights_with_the_old_names_of_attention_are_loaded(save: Save) -> None:
-    folder = save("kl", mid_block_add_attention=True)
-    before, _ = image_encoder(folder)
-    weights = load_file(folder / WEIGHTS)
-    for new, name in {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}.items():
-        weights = {key.replace(f"attentions.0.{new}.", f"attentions.0.{name}."): v for key, v in weights.items()}
-    assert "encoder.mid_block.attentions.0.query.weight" in weights
-    save_file(weights, folder / WEIGHTS)
-    after, _ = image_encoder(folder)
-    assert np.array_equal(before.encode(pixels(1)), after.encode(pixels(1)))
-
-
 @pytest.mark.parametrize(
     ("model", "words"),
     [

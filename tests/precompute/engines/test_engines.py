@@ -125,17 +125,13 @@ def test_of_two_processes_one_may_end_by_an_error_of_its_device(
     assert sum("is gone: unexpected RuntimeError: CUDA error" in line for line in said) == 1
 
 
-def test_where_every_process_dies_the_command_fails_and_the_next_one_goes_on(
-    source: Path, whole: dict[str, bytes], tmp_path: Path, forked: None
-) -> None:
+def test_where_every_process_dies_the_command_fails(source: Path, tmp_path: Path, forked: None) -> None:
     def check(started: list[LocalProcess]) -> None:
         for process in started:
             process._process.kill()
 
     with pytest.raises(ResourceError, match=r"signal 9 \(Killed\).*None is left.*the same command resumes"):
         with_processes(source, tmp_path / "store", check=check)
-    encode(caption_recipe(), source, tmp_path / "store")
-    assert store_digest(tmp_path / "store") == whole
 
 
 def test_the_share_of_rejects_holds_for_all_processes_together(tmp_path: Path, forked: None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderKLQwenImage
 from features import (
     COUNT,
     MAKERS,
@@ -23,8 +25,11 @@ from features import (
     make_fast_dit,
     make_lightningdit,
     make_mds,
+    make_mlperf_flux,
+    make_nemo,
     make_pixart,
     noise,
+    rejects,
     run_import,
 )
 from making import CPU, Leandit, store_digest, train_recipe, tree_digest
@@ -39,6 +44,9 @@ from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.store import LatentStore
+from leandit.precompute.config import load as load_precompute
+from leandit.tools.inspection.store_facts import StoreFacts
+from leandit.tools.inspection.store_text import render
 from leandit.train.loop import train
 from leandit.train.parallel.stop import StopRequest
 
@@ -205,28 +213,6 @@ def test_an_unpacked_zip_gives_the_same_rows_and_without_labels_there_are_no_cla
     assert (store.spec.classes, {*store.records["label"].to_pylist()}) == (None, {-1})
 
 
-def test_captions_that_an_import_narrows_to_float16_are_measured(tmp_path: Path) -> None:
-    made = make_pixart(tmp_path / "source")
-    for path in (made.source / "InternData/caption_features_new").glob("*.npz"):
-        with np.load(path) as held:
-            feature, mask = held["caption_feature"].astype(np.float32) * 1.0001, held["attention_mask"]
-        np.savez_compressed(path, caption_feature=feature, attention_mask=mask)
-    for name, dtype in (("narrow", "float16"), ("exact", "source")):
-        run_import(made, tmp_path / name, f"store.dtype={dtype}")
-        store = LatentStore(tmp_path / name)
-        assert store.buckets == {"64x64": 4, "32x96": 4, "96x32": 3}
-        assert store.captions.num_rows == 7
-        assert store.spec.text
-        assert (store.spec.text.width, store.spec.text.max_tokens) == (16, 12)
-        assert store.spec.text.dtype == ("float16" if name == "narrow" else "float32")
-        for row in store.captions.to_pylist():
-            if name == "narrow":
-                assert 0.999 < row["min_cosine"] <= 1
-                assert 0 < row["max_error"] < 0.01
-            else:
-                assert (row["min_cosine"], row["max_error"]) == (None, None)
-
-
 @pytest.mark.parametrize("suffix", ["npz", "safetensors", "pth", "zeros"])
 def test_the_null_caption_comes_from_a_file_a_checkpoint_or_is_zeros(suffix: str, tmp_path: Path) -> None:
     made, rows = make_pixart(tmp_path / "source"), noise(5, 12, 16)
@@ -270,3 +256,66 @@ def test_the_command_imports_and_says_what_it_did(tmp_path: Path, leandit: Leand
     assert "11 planned = 11 stored + 0 rejected" in done.out
     assert "nothing to copy, the store was already complete" in again.out
     assert "import 'slow-dit': no such kind of features. Expected one of fast-dit" in other.err
+
+
+def test_the_set_of_mlperf_becomes_a_store_like_that_of_the_flux_recipe(tmp_path: Path) -> None:
+    store, recipe = imported(tmp_path, make_mlperf_flux)[1], load_precompute("flux1-1024", [])
+    assert store.texts == list(recipe.text)
+    for one in store.spec.text_encoders:
+        section, spec = recipe.text[one.name], one.spec
+        said = (section.output, section.full_length, section.attend_padding)
+        assert (spec.output, spec.full_length, spec.attend_padding) == said
+        assert (spec.kind, spec.dtype) == ("imported", "bfloat16")
+    assert (store.text("t5").spec.max_tokens, store.text("clip").spec.max_tokens) == (6, 77)
+    assert store.captions.num_rows == 7  # the others have the same embeddings
+    rendered = render(StoreFacts(store))
+    assert "distinct captions   7, 7 tokens" in rendered
+    assert "clip encoder        imported:mlperf-flux 'openai/clip-vit-large-patch14'" in rendered
+    assert "captions t5         tokens, 16 wide, stored as bfloat16, all 6 tokens" in rendered
+
+
+def test_captions_of_mlperf_are_named_by_a_column_or_by_their_record(tmp_path: Path) -> None:
+    texts = [f"an image of {i % 5} things" for i in range(COUNT - 1)]
+    columns, settings = {"txt": [*texts, None], "timestep": [0] * COUNT}, ("layout.text=txt", "store.text_dtype=int8")
+    made, store = imported(tmp_path, make_mlperf_flux, *settings, "source.max_reject_share=1", columns=columns)
+    assert (store.text("t5").spec.dtype, store.text("clip").pooled.dtype) == ("int8", "float16")
+    captions = store.captions.to_pylist()
+    assert all(0.999 < row["min_cosine_t5"] <= 1 and 0 < row["max_error_t5"] < 0.05 for row in captions)
+    assert store.captions["text"].to_pylist() == list(dict.fromkeys(texts))
+    assert rejects(store) == {f"{COUNT - 1:09d}": ("scan", "no_caption")}
+    run_import(made, tmp_path / "unread", "text.check=mask")
+    assert LatentStore(tmp_path / "unread").captions["text"].to_pylist() == [
+        f"caption of {i:09d}" for i in range(COUNT)
+    ]
+
+
+@pytest.mark.parametrize(("model", "recipe"), [("flux", "flux1-1024"), ("qwen_image", "qwen-image-1024")])
+def test_a_cache_of_nemo_becomes_a_store_like_that_of_the_recipe(model: str, recipe: str, tmp_path: Path) -> None:
+    (made, store), texts = imported(tmp_path, make_nemo, model=model), load_precompute(recipe, []).text
+    assert_holds(store, made.records)
+    assert store.buckets == {"64x64": 4, "32x96": 4, "96x32": 3}
+    latent = store.spec.latent
+    assert (latent.kind, latent.channels, latent.downscale, latent.dtype) == ("sample", 16, 8, "float16")
+    assert store.spec.vae.model == "someone/a-model"
+    assert store.texts == list(texts)
+    for one in store.spec.text_encoders:
+        said = (texts[one.name].output, texts[one.name].full_length, texts[one.name].attend_padding)
+        assert (one.spec.output, one.spec.full_length, one.spec.attend_padding) == said
+        assert one.spec.dtype == "bfloat16"
+    rows = torch.from_numpy(noise(3, 2, 16, SIDE, SIDE))
+    np.testing.assert_array_equal(final_latents(rows, latent, None), rows)
+    vae = AutoencoderKLQwenImage if model == "qwen_image" else None
+    defaults = inspect.signature(vae).parameters if vae else {}
+    shift = torch.tensor(defaults["latents_mean"].default if vae else [0.1159] * 16)[:, None, None]
+    std = torch.tensor(defaults["latents_std"].default if vae else [1 / 0.3611] * 16)[:, None, None]
+    np.testing.assert_allclose(denormalise(rows, latent), rows * std + shift, rtol=1e-5, atol=1e-6)
+
+
+def test_a_cache_of_flux_2_has_the_batch_norm_of_the_command(tmp_path: Path) -> None:
+    shift, scale = [i / 128 for i in range(128)], [1 + i / 128 for i in range(128)]
+    made, store = imported(tmp_path, make_nemo, f"vae.shift={shift}", f"vae.scale={scale}", model="flux2")
+    assert_holds(store, made.records)
+    latent = store.spec.latent
+    assert (latent.kind, latent.channels, latent.downscale, latent.patchify) == ("mean", 128, 16, 2)
+    assert latent.decoding
+    assert (latent.decoding.shift, latent.decoding.scale) == (shift, scale)

@@ -232,18 +232,37 @@ def test_a_source_that_changes_amid_growth_is_finished_first_and_grown_then(pair
     assert_covers_once(LatentStore(path))
 
 
-def test_an_image_that_changes_behind_the_plan_is_encoded_by_the_next_command(tmp_path: Path) -> None:
-    source, path = make_class_folder(tmp_path / "source", classes=1, per_class=3), tmp_path / "store"
+@pytest.mark.parametrize(("before", "after"), [("header", "manifest"), ("manifest", "header")])
+def test_a_table_whose_sizes_are_believed_from_now_on_or_no_longer(tmp_path: Path, before: str, after: str) -> None:
+    real = {"right": (64, 64), "lies": (64, 64), "short": (64, 64), "long": (20, 200), "unsaid": (64, 64)}
+    said = {"right": (64, 64), "lies": (60, 100), "short": (10, 200), "long": (64, 64), "broken": (64, 64)}
+    source, grown, fresh = (tmp_path / name for name in ("source", "grown", "fresh"))
+    source.mkdir()
+    for name, size in real.items():
+        smooth_image(3, *size).save(source / f"{name}.png")
+    (source / "broken.png").write_text("no image")
+    rows = [{"file_name": f"{name}.png", "captions": "a circle"} for name in [*real, "broken"]]
+    sizes = (dict(zip(("height", "width"), said.get(name, ()), strict=False)) for name in [*real, "broken"])
+    write_metadata(source, [row | size for row, size in zip(rows, sizes, strict=True)])
+    alone = (
+        "source.max_reject_share=1",
+        "vae.batch_size=1",
+        "text.batch_size=1",
+    )  # how many there are changes the bits
+    first, then = (caption_recipe(f"source.sizes={sizes}", *alone) for sizes in (before, after))
+    encode(first, source, grown)
+    old = content(LatentStore(grown))
+    assert (old["long.png"][0]["reason"] == "wrong_size") == (before == "manifest")
+    for path in (grown, fresh, grown):
+        encode(then, source, path, drop_gone=True)
+    assert what_is_stored(grown) == what_is_stored(fresh)
+    assert content(LatentStore(grown)) != old
+    assert LatentStore(grown).revision == 2
 
-    def change_once_planned(stage: str, done: int, total: int) -> None:
-        if stage == "scan":
-            smooth_image(8, 90, 90).save(source / "n000/1.png")
 
-    encode(label_recipe(), source, path, progress=change_once_planned)
-    assert LatentStore(path).record("n000/1.png").reason == "source_changed"
-    run(source, path)
-    record = LatentStore(path).record("n000/1.png")
-    assert (record.status, record.revision, record.height_px) == ("stored", 2, 90)
+def what_is_stored(store: Path) -> dict[str, Any]:
+    """Status, reason and bytes of each record."""
+    return {key: (row["status"], row["reason"], *held) for key, (row, *held) in content(LatentStore(store)).items()}
 
 
 def test_a_process_that_another_one_overtakes_reports_the_newest_revision(

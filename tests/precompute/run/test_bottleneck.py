@@ -9,7 +9,7 @@ import pytest
 from making import caption_recipe, encode
 
 from leandit.precompute.run import bottleneck
-from leandit.precompute.run.bottleneck import Workers, advice, before_stages, bound_by, stage_times
+from leandit.precompute.run.bottleneck import Workers, advice, bound_by, stage_times
 from leandit.tools.terminal.outcome import NOTHING_TO_DO, precompute_rows
 
 WORKERS = Workers("cpu", 1, 4)
@@ -33,14 +33,6 @@ def test_the_stage_that_is_busy_longest_bounds_the_run(seconds: dict[str, float]
         said = advice(times, on_cpu=on_cpu, codec="zstd")
         assert [word for word in words if word not in said] == []
     assert "set store.codec 'none'" not in advice(times, on_cpu=True, codec="none")
-
-
-def test_what_comes_before_the_stages_is_told_apart_and_for_several_processes_once() -> None:
-    seconds = {"load": 4.0, "plan": 9.0, "check": 2.0, "encode": 5.0}
-    assert before_stages(seconds, WORKERS) == "4.0 s loading the encoders, 7.0 s planning, 2.0 s self-check"
-    two = Workers("cpu", 2, 4)
-    assert before_stages(seconds, two) == "2.0 s loading the encoders, 2.5 s planning, 2.0 s self-check"
-    assert before_stages({"encode": 5.0}, WORKERS) == ""
 
 
 def test_a_run_tells_what_bounds_it_and_one_without_images_does_not_say_that_all_was_there(

@@ -15,7 +15,6 @@ from stores import content, deep, make_grown, small_shards
 from leandit.datasets.errors import EncoderError
 from leandit.datasets.format.layout import CaptionLayout
 from leandit.datasets.format.token_dtypes import ON_DISK, narrow, widen
-from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.store import LatentStore
@@ -65,31 +64,6 @@ def test_a_caption_is_what_the_encoder_gave_narrowed_once_and_its_quality_is_tha
         assert 0 < row["max_error"] < 0.1
     again = deep(root, images.root)
     assert (again.findings, again.num_exact) == ([], len(store) + store.captions.num_rows)
-
-
-@pytest.mark.parametrize("text", ["padded", "packed"])
-def test_a_batch_travels_as_stored_and_is_widened_where_it_arrives(grown: tuple[Any, Path, str], text: Any) -> None:
-    _, root, dtype = grown
-    store = LatentStore(root)
-    for access in ("map", "pread"):
-        opened = LatentStore(root, access=access)
-        for batch in make_loader(opened, global_batch=4, text=text, prefetch=0):
-            assert batch.text is not None
-            assert batch.text.tokens is not None
-            assert batch.captions is not None
-            assert batch.caption_lengths is not None
-            assert batch.text.tokens.dtype == getattr(torch, dtype)
-            assert batch.captions.dtype == (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
-            assert (batch.text.scales is None) == (dtype != "int8")
-            rows = batch.captions.float().numpy()
-            if text == "packed":
-                ends = batch.caption_lengths.cumsum(0).tolist()
-                rows = [rows[end - n : end] for end, n in zip(ends, batch.caption_lengths.tolist(), strict=True)]
-            for index, row, length in zip(batch.records, rows, batch.caption_lengths.tolist(), strict=True):
-                record = store.record_at(int(index))
-                own = [store.caption(record, which) for which in range(len(record.caption_ids))]
-                assert any(np.array_equal(row[:length], one) for one in own)
-                assert not np.any(row[length:])
 
 
 def test_a_compacted_store_keeps_captions_and_quality(grown: tuple[Any, Path, str], tmp_path: Path) -> None:

@@ -45,19 +45,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return precomputed
 
 
-def test_rejects_of_listing_and_decoding_count_together(run: Run, tmp_path: Path) -> None:
-    for _ in range(2):  # the same command again stops as well
-        with pytest.raises(
-            SourceError, match=r"1[12] of 25 records .*: 6 x no_caption, [56] x truncated.*max_reject_share"
-        ):
-            run()
-        assert not (tmp_path / "store/revisions/000001/manifest.json").exists()
-    manifest = run("source.max_reject_share=0.5")
-    assert manifest is not None
-    assert (manifest.num_stored, manifest.num_rejected) == (13, 12)
-    assert run() == manifest  # what is sealed is accepted
-
-
 def test_rejects_of_all_parts_count_together(run: Run, tmp_path: Path) -> None:
     assert run("source.max_reject_share=0.4", part=Part(1, 2)) is None  # ten are allowed
     with pytest.raises(SourceError, match=r"1[12] of 25 records"):

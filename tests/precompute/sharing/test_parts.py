@@ -29,7 +29,6 @@ from making import (
 
 from leandit.datasets.errors import FingerprintMismatch, ResourceError
 from leandit.datasets.format.layout import LEASES
-from leandit.datasets.revisions import seal
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.revisions.writer import StoreWriter
 from leandit.precompute import pipeline
@@ -222,19 +221,4 @@ def test_who_stood_still_does_not_touch_what_others_have_committed(source: Path,
     empty = Shard(writer.plan.layout.parts[part], number, len(writer.plan.layout.parts[part].items(number)))
     with Leases(writer) as held:
         commit_shard(writer, held, empty)
-    assert tree_digest(tmp_path / "store") == before
-
-
-def test_a_sealed_store_stays_as_it_is_where_a_library_would_write_other_tables(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run(source, tmp_path / "store")
-    before = tree_digest(tmp_path / "store")
-    as_before = seal.parquet_of_groups
-
-    def other_bytes(schema: Any, groups: Any) -> memoryview:
-        return as_before(schema.with_metadata({"written by": "a later release"}), groups)
-
-    monkeypatch.setattr(seal, "parquet_of_groups", other_bytes)
-    run(source, tmp_path / "store")
     assert tree_digest(tmp_path / "store") == before

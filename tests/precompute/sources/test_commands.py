@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from making import LABEL_RECIPE, Ended, Leandit, make_class_folder, smooth_image
-from tiny_autoencoders import save_autoencoder
 
 from leandit.datasets.errors import SourceError
 from leandit.datasets.store import LatentStore
@@ -153,19 +152,3 @@ def test_a_source_without_labels_is_warned_of_and_a_table_of_wnids_gives_them(
     assert labels(listed(source)) == ([1, 0, 0], sorted(WNIDS))
     assert "labels 'wnid'" in done.err
     assert NEEDS not in done.err
-
-
-def test_buckets_of_a_small_resolution_fit_the_autoencoder(precompute: Precompute, tmp_path: Path) -> None:
-    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 5, "up_block_types": ["UpDecoderBlock2D"] * 5}
-    vae = save_autoencoder(tmp_path / "vae", "kl", block_out_channels=[8] * 5, **blocks)
-    (tmp_path / "source").mkdir()
-    for number, size in enumerate([(300, 400), (400, 300), (300, 450), (200, 600)]):
-        smooth_image(number, *size).save(tmp_path / f"source/{number}.png")
-    images = ["images.resolution=128", "images.crop=bucket", "images.buckets=area", f"vae.model={vae}"]
-    for step, buckets in (("0", 9), ("64", 5)):
-        done = precompute(tmp_path / "source", tmp_path / step, *images, f"images.step_px={step}")
-        store = LatentStore(tmp_path / step)
-        assert len(store.spec.images.buckets) == buckets
-        assert "128x128" in store.spec.images.buckets
-        assert len(store.buckets) >= (2 if step == "64" else 3)
-        assert ("few buckets" in done.err) == (step == "64")

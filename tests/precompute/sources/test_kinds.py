@@ -8,16 +8,15 @@ import itertools
 import json
 import os
 import re
-import shutil
 import tarfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import fsspec
 import pyarrow as pa
@@ -32,7 +31,6 @@ from making import (
     no_free_files,
     tree_digest,
     write_file,
-    write_tar,
 )
 from s3_server import s3_server
 
@@ -64,138 +62,101 @@ LABELLED = [(f"{wnid}/{wnid}_{i}.JPEG", c, jpeg(10 * c + i)) for c, wnid in enum
 CAPTIONED = [(f"images/{i}.jpg", f"a red thing of kind {i % 4}", jpeg(i, *SIZES[i % 3])) for i in range(9)]
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    return write_file(path, "".join(json.dumps(row) + "\n" for row in rows))
+def rows_of(rows: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
-def write_captioned(root: Path) -> Path:
-    for key, _, data in CAPTIONED:
-        write_file(root / key, data)
-    return root
-
-
-def tar_of(members: list[tuple[str, bytes]]) -> bytes:
+def tar_of(members: dict[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for name, content in members:
+        for name, content in members.items():
             info = tarfile.TarInfo(name)
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
     return buffer.getvalue()
 
 
-def write_parquet(
-    path: Path, columns: dict[str, Any], *, features: dict[str, Any] | None = None, rows: int = 2
-) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    about = {"huggingface": json.dumps({"info": {"features": features}})} if features else None
-    pq.write_table(pa.table(columns).replace_schema_metadata(about), path, row_group_size=rows)
+def parquet_of(columns: dict[str, Any], *, classes: list[str] | None = None, rows: int = 2) -> bytes:
+    features, buffer = {"label": {"_type": "ClassLabel", "names": classes}}, io.BytesIO()
+    about = {"huggingface": json.dumps({"info": {"features": features}})} if classes else None
+    pq.write_table(pa.table(columns).replace_schema_metadata(about), buffer, row_group_size=rows)
+    return buffer.getvalue()
 
 
-def struct_column(contents: list[bytes | None]) -> pa.Array:
+def struct_column(contents: list[bytes]) -> pa.Array:
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     return pa.array([{"bytes": content, "path": f"{i}.jpg"} for i, content in enumerate(contents)], kind)
 
 
-def class_tars() -> list[tuple[str, bytes]]:
-    """In another order than the folder's, as the archive may have them."""
-    inner = [[(key.split("/")[1], data) for key, c, data in reversed(LABELLED) if c == i] for i in range(len(WNIDS))]
-    return [(f"{wnid}.tar", tar_of(members)) for wnid, members in zip(WNIDS, inner, strict=True)][::-1]
+class Kind(NamedTuple):
+    """A way to hand images over: the kind that is found, files by path, keys of the records, and the source itself."""
+
+    kind: str
+    files: dict[str, bytes]
+    keys: list[str]
+    classes: list[str] | None = None
+    source: str = ""
+
+    def write(self, root: Path) -> Path:
+        for name, content in self.files.items():
+            write_file(root / name, content)
+        return root / self.source
 
 
-def as_class_folder(root: Path) -> Path:
-    for key, _, data in LABELLED:
-        write_file(root / key, data)
-    return root
-
-
-def as_imagenet_tar(root: Path) -> Path:
-    return write_file(root / "ILSVRC2012_img_train.tar", tar_of(class_tars()))
-
-
-def as_class_tars(root: Path) -> Path:
-    for name, content in class_tars():
-        write_file(root / name, content)
-    return root
-
-
-def as_labelled_webdataset(root: Path) -> Path:
-    root.mkdir(parents=True)
-    samples = [{"__key__": f"{i:04d}", "jpg": data, "cls": label} for i, (_, label, data) in enumerate(LABELLED)]
-    for start in (0, 5):
-        write_tar(root / f"shard-{start}.tar", *samples[start : start + 5])
-    return root
-
-
-def as_hub_parquet(root: Path) -> Path:
-    features = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": list(WNIDS)}}
-    for number, start in enumerate((0, 5)):
-        part = LABELLED[start : start + 5]
-        columns = {"image": struct_column([data for _, _, data in part]), "label": [label for _, label, _ in part]}
-        write_parquet(root / f"train-0000{number}-of-00002.parquet", columns, features=features)
-    return root
-
-
-def as_binary_parquet(root: Path) -> Path:
-    write_parquet(root / "all.parquet", {"jpg": [data for *_, data in LABELLED], "cls": [c for _, c, _ in LABELLED]})
-    return root / "all.parquet"
-
-
-def as_labelled_manifest(root: Path) -> Path:
-    as_class_folder(root)
-    return write_rows(root / "list.jsonl", [{"path": key, "label": label} for key, label, _ in LABELLED])
-
-
-FOLDER_KEYS = [key for key, *_ in LABELLED]
-LABEL_KINDS: dict[str, tuple[Callable[[Path], Path], str, list[str], bool]] = {  # maker, kind, keys, classes have names
-    "class folders": (as_class_folder, "imagefolder", FOLDER_KEYS, True),
-    "train tar": (as_imagenet_tar, "imagenet", FOLDER_KEYS, True),
-    "class tars": (as_class_tars, "imagenet", FOLDER_KEYS, True),
-    "tars": (as_labelled_webdataset, "webdataset", [f"shard-{i // 5 * 5}/{i:04d}" for i in range(9)], False),
-    "hub parquet": (as_hub_parquet, "parquet", [f"train-0000{i // 5}-of-00002/{i % 5}" for i in range(9)], True),
-    "binary parquet": (as_binary_parquet, "parquet", [f"all/{i}" for i in range(9)], False),
-    "jsonl": (as_labelled_manifest, "manifest", FOLDER_KEYS, False),
+FOLDER, IMAGES = {key: data for key, _, data in LABELLED}, {key: data for key, _, data in CAPTIONED}
+NAMES, NUMBERS, LIST = [*WNIDS], ["0", "1", "2"], "list.jsonl"
+CLASS_TARS = {  # in another order than the folder's, as the archive may have them
+    f"{wnid}.tar": tar_of({Path(key).name: data for key, c, data in reversed(LABELLED) if c == label})
+    for label, wnid in reversed([*enumerate(WNIDS)])
 }
-
-
-def as_metadata(root: Path) -> Path:
-    write_rows(root / "metadata.jsonl", [{"file_name": key, "caption": caption} for key, caption, _ in CAPTIONED])
-    return write_captioned(root)
-
-
-def as_txt(root: Path) -> Path:
-    for key, caption, _ in CAPTIONED:
-        write_file((root / key).with_suffix(".txt"), f"\n {caption}\n\n")
-    return write_captioned(root)
-
-
-def as_pixart(root: Path) -> Path:
-    size = {"width": 64, "height": 64, "ratio": 1.0}
-    rows = [size | {"path": key, "prompt": caption, "sharegpt4v": ""} for key, caption, _ in CAPTIONED]
-    write_file(root / "InternData/data_info.json", json.dumps(rows, indent=2))
-    write_captioned(root / "InternImgs")
-    return root
-
-
-def as_captioned_webdataset(root: Path) -> Path:
-    samples = ({"__key__": Path(key).stem, "jpg": data, "txt": caption} for key, caption, data in CAPTIONED)
-    return write_tar(write_file(root / "images.tar"), *samples)
-
-
-def as_captioned_parquet(root: Path) -> Path:
-    images = struct_column([data for *_, data in CAPTIONED])
-    write_parquet(root / "images.parquet", {"text": [text for _, text, _ in CAPTIONED], "image": images})
-    return root
-
-
-IMAGE_KEYS = [key for key, *_ in CAPTIONED]
-NUMBERED_KEYS = [f"images/{i}" for i in range(len(CAPTIONED))]
-CAPTION_KINDS: dict[str, tuple[Callable[[Path], Path], str, list[str]]] = {
-    "metadata": (as_metadata, "metadata", IMAGE_KEYS),
-    "txt": (as_txt, "sidecars", IMAGE_KEYS),
-    "pixart": (as_pixart, "manifest", IMAGE_KEYS),
-    "tar": (as_captioned_webdataset, "webdataset", NUMBERED_KEYS),
-    "parquet": (as_captioned_parquet, "parquet", NUMBERED_KEYS),
+PARTS = {0: LABELLED[:5], 5: LABELLED[5:]}
+SHARDS = {
+    f"shard-{start}.tar": tar_of(
+        {
+            f"{i}.{end}": content
+            for i, (_, label, data) in enumerate(part, start)
+            for end, content in (("jpg", data), ("cls", b"%d" % label))
+        }
+    )
+    for start, part in PARTS.items()
+}
+HUB = {
+    f"train-0000{i}-of-00002.parquet": parquet_of(
+        {"image": struct_column([data for *_, data in part]), "label": [c for _, c, _ in part]}, classes=NAMES
+    )
+    for i, part in enumerate(PARTS.values())
+}
+BINARY = parquet_of({"jpg": [data for *_, data in LABELLED], "cls": [c for _, c, _ in LABELLED]})
+LABEL_KINDS = {
+    "class folders": Kind("imagefolder", FOLDER, [*FOLDER], NAMES),
+    "train tar": Kind("imagenet", {"ILSVRC2012_img_train.tar": tar_of(CLASS_TARS)}, [*FOLDER], NAMES),
+    "class tars": Kind("imagenet", CLASS_TARS, [*FOLDER], NAMES),
+    "tars": Kind("webdataset", SHARDS, [f"shard-{i // 5 * 5}/{i}" for i in range(9)], NUMBERS),
+    "hub parquet": Kind("parquet", HUB, [f"train-0000{i // 5}-of-00002/{i % 5}" for i in range(9)], NAMES),
+    "binary parquet": Kind("parquet", {"all.parquet": BINARY}, [f"all/{i}" for i in range(9)], NUMBERS, "all.parquet"),
+    "jsonl": Kind(
+        "manifest",
+        FOLDER | {LIST: rows_of([{"path": k, "label": c} for k, c, _ in LABELLED])},
+        [*FOLDER],
+        NUMBERS,
+        LIST,
+    ),
+}
+METADATA = rows_of([{"file_name": key, "caption": caption} for key, caption, _ in CAPTIONED])
+TEXTS = {f"images/{i}.txt": f"\n {caption}\n\n".encode() for i, (_, caption, _) in enumerate(CAPTIONED)}
+PIXART = [{"width": 64, "height": 64, "path": key, "prompt": caption, "x": ""} for key, caption, _ in CAPTIONED]
+PIXART_FILES = {f"InternImgs/{key}": data for key, data in IMAGES.items()}
+TAR = tar_of({Path(name).name: data for name, data in sorted((IMAGES | TEXTS).items())})
+COLUMNS = {"text": [caption for _, caption, _ in CAPTIONED], "image": struct_column([*IMAGES.values()])}
+NUMBERED = [f"images/{i}" for i in range(9)]
+CAPTION_KINDS = {
+    "metadata": Kind("metadata", IMAGES | {"metadata.jsonl": METADATA}, [*IMAGES]),
+    "txt": Kind("sidecars", IMAGES | TEXTS, [*IMAGES]),
+    "pixart": Kind(
+        "manifest", PIXART_FILES | {"InternData/data_info.json": json.dumps(PIXART, indent=2).encode()}, [*IMAGES]
+    ),
+    "tar": Kind("webdataset", {"images.tar": TAR}, NUMBERED),
+    "parquet": Kind("parquet", {"images.parquet": parquet_of(COLUMNS)}, NUMBERED),
 }
 
 
@@ -208,35 +169,24 @@ def arrays_of(store: Path) -> dict[str, bytes]:
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Stores of the folders that the other kinds stand for."""
     root = tmp_path_factory.mktemp("references")
-    encode(label_recipe(), as_class_folder(root / "folder"), root / "label")
-    encode(caption_recipe(), as_metadata(root / "metadata"), root / "caption_ids")
+    encode(label_recipe(), LABEL_KINDS["class folders"].write(root / "folder"), root / "label")
+    encode(caption_recipe(), CAPTION_KINDS["metadata"].write(root / "metadata"), root / "caption_ids")
     return {name: root / name for name in ("label", "caption_ids")}
 
 
 @pytest.mark.parametrize("case", LABEL_KINDS | CAPTION_KINDS)
 def test_images_give_the_same_bytes_however_they_come(case: str, references: dict[str, Path], tmp_path: Path) -> None:
-    make, kind, keys, *has_names = (LABEL_KINDS | CAPTION_KINDS)[case]
-    source, column = make(tmp_path / "source"), "label" if has_names else "caption_ids"
+    kind = (LABEL_KINDS | CAPTION_KINDS)[case]
+    source, column = kind.write(tmp_path / "source"), "label" if kind.classes else "caption_ids"
     listed = list_source(source)
-    classes = (list(WNIDS) if has_names[0] else ["0", "1", "2"]) if has_names else None
-    assert (listed.kind, listed.classes) == (kind, classes)
-    assert has_names or listed.ignored.num_files == 0
-    encode(label_recipe() if has_names else caption_recipe(), source, tmp_path / "store")
+    assert (listed.kind, listed.classes) == (kind.kind, kind.classes)
+    assert kind.classes or listed.ignored.num_files == 0
+    encode(label_recipe() if kind.classes else caption_recipe(), source, tmp_path / "store")
     found, wanted = LatentStore(tmp_path / "store").records, LatentStore(references[column]).records
-    assert found["key"].to_pylist() == keys
+    assert found["key"].to_pylist() == kind.keys
     values = ["bucket", "row", column, "height_px", "width_px", "status", "checksum", "source_checksum"]
     assert found.select(values).equals(wanted.select(values))
     assert arrays_of(tmp_path / "store") == arrays_of(references[column])
-
-
-def test_pixarts_list_is_read_beside_its_images_and_with_a_root(tmp_path: Path) -> None:
-    as_pixart(tmp_path)
-    inner = list_source(tmp_path / "InternData", SourceSection(root="../InternImgs"))
-    assert [(r.key, r.problem) for r in inner.records] == [(r.key, None) for r in list_source(tmp_path).records]
-    shutil.copytree(tmp_path / "InternImgs", tmp_path / "flat")
-    shutil.copy(tmp_path / "InternData/data_info.json", tmp_path / "flat")
-    found = list_source(tmp_path / "flat")
-    assert [r.problem for r in found.records] == [None] * len(CAPTIONED)
 
 
 def test_sidecars_are_those_of_the_same_name_and_a_bad_one_rejects_its_image(tmp_path: Path) -> None:
@@ -270,24 +220,22 @@ def test_sidecars_are_those_of_the_same_name_and_a_bad_one_rejects_its_image(tmp
 
 
 def test_a_damaged_class_tar_costs_what_comes_after_the_damage(tmp_path: Path) -> None:
-    tars = class_tars()
-    whole, contents = dict(tars), {key: data for key, _, data in LABELLED}
-    damaged = bytearray(whole["n01443537.tar"])
+    whole = CLASS_TARS["n01443537.tar"]
+    damaged = bytearray(whole)
     damaged[damaged.index(b"n01443537_1")] ^= 1  # the second of three headers
-    for content in (bytes(damaged), whole["n01443537.tar"][:700], b"", b"no tar at all" * 100):
-        tars = [(name, content if name == "n01443537.tar" else one) for name, one in whole.items()]
-        source = list_source(write_file(tmp_path / "train.tar", tar_of(tars)))
+    for content in (bytes(damaged), whole[:700], b"", b"no tar at all" * 100):
+        source = list_source(write_file(tmp_path / "train.tar", tar_of(CLASS_TARS | {"n01443537.tar": content})))
         assert {r.key: r.problem[0] for r in source.records if r.problem} == {"n01443537.tar": "unreadable"}
         assert source.classes == list(WNIDS)
         good = {r.key for r in source.records if not r.problem}
         kept = {"n01443537/n01443537_2.JPEG"} if content == bytes(damaged) else set()  # the last of the folder is first
-        assert good == kept | {key for key in FOLDER_KEYS if "n01443537" not in key}
+        assert good == kept | {key for key in FOLDER if "n01443537" not in key}
         for record in source.records:
-            assert record.problem or bytes_of(source, record) == contents[record.key]
+            assert record.problem or bytes_of(source, record) == FOLDER[record.key]
 
 
 def test_the_validation_tar_takes_its_labels_from_the_list_beside_it(tmp_path: Path) -> None:
-    members = [(f"ILSVRC2012_val_{i:08d}.JPEG", jpeg(i)) for i in (2, 1, 3, 4)]
+    members = {f"ILSVRC2012_val_{i:08d}.JPEG": jpeg(i) for i in (2, 1, 3, 4)}
     tar = write_file(tmp_path / "ILSVRC2012_img_val.tar", tar_of(members))
     assert [(r.key[-6], r.label) for r in list_source(tar).records] == [(str(i), -1) for i in (1, 2, 3, 4)]
     write_file(tmp_path / "imagenet_2012_validation_synset_labels.txt", "\n".join((WNIDS[2], *WNIDS[:2])).encode())
@@ -305,11 +253,11 @@ def test_a_parquet_file_that_changed_rejects_what_is_not_there_any_more(tmp_path
     columns = {"image": struct_column([jpeg(i) for i in range(4)])}
     path = tmp_path / "a.parquet"
     for row, reason, change in (
-        (3, "source_changed", lambda: write_parquet(path, {"image": struct_column([jpeg(0)])})),
+        (3, "source_changed", lambda: path.write_bytes(parquet_of({"image": struct_column([jpeg(0)])}))),
         (0, "unreadable", path.unlink),
         (0, "unreadable", lambda: path.write_bytes(b"\0" * 3000 + path.read_bytes()[3000:])),
     ):
-        write_parquet(path, columns)
+        path.write_bytes(parquet_of(columns))
         source = list_source(tmp_path)
         change()
         with pytest.raises(RecordRejected) as caught:
@@ -318,9 +266,8 @@ def test_a_parquet_file_that_changed_rejects_what_is_not_there_any_more(tmp_path
 
 
 def test_a_label_without_a_class_is_refused_and_left_out_where_labels_are(tmp_path: Path) -> None:
-    features = {"label": {"_type": "ClassLabel", "names": ["cat", "dog"]}}
-    images = struct_column([jpeg(0), jpeg(1)])
-    write_parquet(tmp_path / "a.parquet", {"image": images, "label": [1, 5]}, features=features)
+    columns = {"image": struct_column([jpeg(0), jpeg(1)]), "label": [1, 5]}
+    write_file(tmp_path / "a.parquet", parquet_of(columns, classes=["cat", "dog"]))
     with pytest.raises(SourceError, match=r"label 5, but it names 2 classes.*source\.labels=none"):
         list_source(tmp_path)
     assert list_source(tmp_path, SourceSection(labels="none")).records.largest_label() == -1
@@ -330,7 +277,7 @@ def test_row_groups_beyond_what_is_kept_are_read_and_too_large_ones_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     contents = [os.urandom(1000) for _ in range(40)]
-    write_parquet(tmp_path / "a.parquet", {"image": contents}, rows=4)
+    write_file(tmp_path / "a.parquet", parquet_of({"image": contents}, rows=4))
     monkeypatch.setattr(embedded, "CACHE_BYTES", 9000)
     source = list_source(tmp_path)
     assert [bytes_of(source, record) for record in source.records] == contents
@@ -357,10 +304,9 @@ def at_url(base: str, root: Path, source: Path) -> str:
 
 @pytest.mark.parametrize(("where", "every"), [("s3", 6), pytest.param("s3", 1, marks=pytest.mark.slow), ("memory", 1)])
 def test_every_kind_at_a_url_lists_and_reads_as_here(where: str, every: int, s3: str, tmp_path: Path) -> None:
-    makers = [(case, make) for case, (make, *_) in (LABEL_KINDS | CAPTION_KINDS).items()]
-    for case, make in makers[::every]:
+    for case, kind in [*(LABEL_KINDS | CAPTION_KINDS).items()][::every]:
         root = tmp_path / case.replace(" ", "-")
-        source = make(root)
+        source = kind.write(root)
         base = f"{s3 if where == 's3' else 'memory://every'}/{tmp_path.name}/{root.name}"
         here, there = list_source(source), list_source(at_url(base, root, source))
         for name in ("kind", "classes"):
@@ -372,7 +318,7 @@ def test_every_kind_at_a_url_lists_and_reads_as_here(where: str, every: int, s3:
 
 @pytest.mark.parametrize("where", ["s3", "memory"])
 def test_an_object_that_changed_or_went_is_rejected_with_its_reason(where: str, s3: str, tmp_path: Path) -> None:
-    root = as_class_folder(tmp_path / "source")
+    root = LABEL_KINDS["class folders"].write(tmp_path / "source")
     base = f"{s3 if where == 's3' else 'memory://changes'}/{tmp_path.name}"
     source = list_source(at_url(base, root, root))
     fs, top = fsspec.core.url_to_fs(base)
@@ -490,8 +436,8 @@ def http(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("http", [Ranges], indirect=True)
 def test_braces_and_a_root_over_http_are_read_where_folders_answer_with_a_page(http: str, tmp_path: Path) -> None:
-    as_labelled_webdataset(tmp_path / "tars")
-    as_labelled_manifest(tmp_path / "images")
+    LABEL_KINDS["tars"].write(tmp_path / "tars")
+    LABEL_KINDS["jsonl"].write(tmp_path / "images")
     listed = list_source(f"{http}/tars/shard-{{0,5}}.tar")
     assert [bytes_of(listed, record) for record in listed.records] == [data for *_, data in LABELLED]
     listed = list_source(tmp_path / "images/list.jsonl", SourceSection(root=f"{http}/images"))
@@ -500,7 +446,7 @@ def test_braces_and_a_root_over_http_are_read_where_folders_answer_with_a_page(h
 
 @pytest.mark.parametrize("http", [SimpleHTTPRequestHandler], indirect=True)
 def test_what_http_cannot_do_is_one_error_and_no_reject(http: str, tmp_path: Path) -> None:
-    write_file(tmp_path / "tars/big.tar", tar_of([("0.jpg", bytes(5 << 20))]))
+    write_file(tmp_path / "tars/big.tar", tar_of({"0.jpg": bytes(5 << 20)}))
     for source, message in (
         ("tars/big.tar", "ignores Range requests.*nginx or S3, or copy the files"),
         ("tars", "HTTP cannot list a folder.*braces.*s3://"),
@@ -509,7 +455,7 @@ def test_what_http_cannot_do_is_one_error_and_no_reject(http: str, tmp_path: Pat
         with pytest.raises(SourceError, match=message):
             list_source(f"{http}/{source}")
     write_file(tmp_path / "a.jpg", jpeg(1) + bytes(HEADER_BYTES))
-    write_rows(tmp_path / "list.jsonl", [{"path": "a.jpg"}])
+    write_file(tmp_path / "list.jsonl", rows_of([{"path": "a.jpg"}]))
     with pytest.raises(SourceError, match="ignores Range requests"):
         planned_images(list_source(f"{http}/list.jsonl"))
 
@@ -530,7 +476,7 @@ class FailingFile(io.BytesIO):
 
 def test_a_disk_that_fails_or_too_few_open_files_are_no_reject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "PAUSES", (0.0, 0.0, 0.0))
-    write_parquet(tmp_path / "a.parquet", {"image": struct_column([jpeg(0), jpeg(1)])})
+    write_file(tmp_path / "a.parquet", parquet_of({"image": struct_column([jpeg(0), jpeg(1)])}))
     source, failures, opened = list_source(tmp_path), list[OSError](), LocalFiles.open
     too_few = r"Too many open files.*ulimit -n.*No record was rejected"
     with no_free_files(), pytest.raises(ResourceError, match=too_few):

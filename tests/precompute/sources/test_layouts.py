@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from making import bytes_of, make_image_folder, summary_of, write_file, write_tar
 
@@ -35,27 +34,6 @@ def test_coco_joins_captions_to_images_in_the_order_of_the_images(tmp_path: Path
     assert (source.records[0].height_px, source.records[0].width_px) == (8, 9)
     assert any("3 images, 5 captions" in note for note in source.notes)
     assert any("captions that name no image of the list: 1" in note for note in source.notes)
-
-
-def test_parquet_of_the_hub_is_read_by_split_with_classes_and_caption_lists(tmp_path: Path) -> None:
-    features = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["cat", "dog"]}}
-    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    for split, count in (("train", 3), ("test", 1)):
-        images = pa.array([{"bytes": b"%d" % i, "path": None} for i in range(count)], kind)
-        texts = [["one", " one ", "two"], [], ["three", None]][:count]
-        table = pa.table({"image": images, "label": [1, 0, 9][:count], "captions": texts})
-        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
-        (tmp_path / "data").mkdir(exist_ok=True)
-        pq.write_table(table, tmp_path / f"data/{split}-00000-of-00001.parquet", row_group_size=2)
-    source = list_source(tmp_path, SourceSection(split="train"))
-    assert (source.kind, source.classes) == ("parquet", ["cat", "dog"])
-    name = "train-00000-of-00001"
-    assert summary_of(source) == [
-        (f"{name}/0", f"{name}.parquet", 1, ("one", "two")),
-        (f"{name}/1", f"{name}.parquet", 0, ()),
-        (f"{name}/2", "bad_metadata", -1, ()),
-    ]
-    assert source.read(f"{name}.parquet", 1, 0, stage="scan") == b"1"
 
 
 def test_source_split_picks_one_of_cocos_lists(tmp_path: Path) -> None:
