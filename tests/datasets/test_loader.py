@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import os
 import pickle
 import shutil
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +23,6 @@ from torch.utils.data import DataLoader
 from leandit.datasets.batches.batch import Batch
 from leandit.datasets.batches.latents import draw_keys, final_latents
 from leandit.datasets.batches.reader import BatchReader
-from leandit.datasets.disk.cached import cached_property
 from leandit.datasets.errors import RecipeError, RunError
 from leandit.datasets.format.schema import Decoding
 from leandit.datasets.loader import BatchStream, make_loader
@@ -339,28 +336,6 @@ def test_a_loader_that_is_read_from_can_be_pickled(label_store: LatentStore) -> 
     wanted = next(batches)
     for other in copies:
         assert_same(next(iter(other)), wanted)
-
-
-def test_a_fork_does_not_wait_for_what_a_thread_computes(label_store: LatentStore) -> None:
-    # The functools.cached_property of Python 3.11 has one lock for all objects.
-    computing, done = threading.Event(), threading.Event()
-
-    class Slow:
-        @cached_property
-        def value(self) -> int:
-            if os.getpid() == parent and threading.current_thread() is not threading.main_thread():
-                computing.set()
-                done.wait(20)
-            return 1
-
-    parent, thread = os.getpid(), threading.Thread(target=lambda: Slow().value)
-    thread.start()
-    assert computing.wait(20)
-    try:
-        assert in_child(lambda: Slow().value - 1) == 0
-    finally:
-        done.set()
-        thread.join()
 
 
 def test_an_argument_that_cannot_be_is_refused(label_store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,6 @@ STORES = pytest.mark.parametrize("whole", ["plain", "grown", "packed"], indirect
 GROWN_FIRST = pytest.mark.parametrize(
     "whole", ["grown", pytest.param("plain", marks=SLOW), pytest.param("packed", marks=SLOW)], indirect=True
 )
-SMALL_FIRST = pytest.mark.parametrize("whole", ["plain", "packed", pytest.param("grown", marks=SLOW)], indirect=True)
 
 
 class Place(NamedTuple):
@@ -120,8 +119,14 @@ def test_an_intact_store_is_whole_and_nothing_is_written(whole: Whole) -> None:
     assert {path.as_posix(): path.stat().st_mtime_ns for path in whole.path.rglob("*")} == before
 
 
-def check_flips(whole: Whole, count: int) -> None:
-    """Flip single bits, at least one in every file; each is found, and its file, shard and record are named."""
+FLIPS = [*(pytest.param(name, 30, id=f"sample-{name}") for name in ("plain", "packed"))]
+FLIPS += [pytest.param(name, 3334, id=f"all-{name}", marks=SLOW) for name in ("plain", "grown", "packed")]
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("whole", "count"), FLIPS, indirect=["whole"])
+def test_every_flipped_bit_is_found_and_its_file_shard_and_record_are_named(whole: Whole, count: int) -> None:
+    """Single bits, at least one in every file."""
     root, rng = whole.again(), random.Random(1)
     sizes = [os.path.getsize(root / path) for path in whole.files]
     chosen = [*whole.files, *rng.choices(whole.files, k=count // 2)]
@@ -158,18 +163,6 @@ def check_place(whole: Whole, finding: Finding, bit: int) -> bool:
     else:  # in the index: then the file cannot be opened, and all of it is concerned
         assert set(finding.records) == set(place.records.values())
     return True
-
-
-@SMALL_FIRST
-def test_every_flipped_bit_is_found_and_named(whole: Whole) -> None:
-    check_flips(whole, 30)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@STORES
-def test_ten_thousand_flipped_bits_are_found_and_named(whole: Whole) -> None:
-    check_flips(whole, 3334)
 
 
 def shard_files(root: Path) -> list[str]:
@@ -333,22 +326,11 @@ def test_a_store_that_does_not_add_up_is_found(plain: Whole) -> None:
     assert [f.cause for f in verify_store(root, quick=True).findings] == ["counts"]
 
 
-def test_quick_reads_no_shard_and_still_finds_what_is_missing(plain: Whole) -> None:
+def test_the_result_is_json_with_all_that_was_found_and_quick_reads_no_shard(plain: Whole) -> None:
     root = plain.again()
-    shards = shard_files(root)
-    flip(root / shards[0], 9)
-    assert verify_store(root, quick=True).findings == []
-    assert [f.path for f in verify_store(root).findings] == [shards[0]]
-    (root / shards[1]).unlink()
-    assert [f.path for f in verify_store(root, quick=True).findings] == [shards[1]]
-    full, quick = verify_store(root), verify_store(root, quick=True)
-    assert (quick.num_bytes < full.num_bytes, quick.num_files) == (True, full.num_files)
-
-
-def test_the_result_is_json_with_all_that_was_found(plain: Whole) -> None:
-    root = plain.again()
-    shard = next(path for path in shard_files(root) if "buckets/" in path)
+    shard, other = [path for path in shard_files(root) if "buckets/" in path][:2]
     flip(root / shard, 0)
+    assert verify_store(root, quick=True).findings == []
     values = json.loads(json.dumps(verify_store(root).to_json(), allow_nan=False))
     said = {"store": str(root), "mode": "full", "complete": True, "revisions": [1], "damaged": True, "num_records": 12}
     assert values | said == values
@@ -360,3 +342,7 @@ def test_the_result_is_json_with_all_that_was_found(plain: Whole) -> None:
         **{"path": shard, "cause": "content", "detail": "", "revision": 1, "bucket": place.bucket},
         **{"shard": place.shard, "num_records": 1, "records": [place.records[0]]},
     }
+    (root / other).unlink()
+    quick = verify_store(root, quick=True)
+    assert [f.path for f in quick.findings] == [other]
+    assert quick.num_bytes < values["num_bytes"]
