@@ -243,31 +243,44 @@ def test_a_mixture_of_stores_has_the_batches_of_each(label_store: LatentStore, f
         _ = resumed.num_batches
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"channels": 16, "stored_channels": 32, "shift": [0.0] * 16, "scale": [1.0] * 16}, "latent channels 4 and 16"),
-        ({"downscale": 32}, "downscale factor 8 and 32"),
-        ({"scale": [0.13025] * 4}, r": scale [0-9., ]+ and 0\.13025\."),
-        ({"shift": [0.0, 0.1, 0.0, 0.0]}, r": shift [-0-9., ]+ and 0\.0, 0\.1, \.\.\."),
-    ],
-)
-def test_stores_of_other_latents_are_not_mixed(
-    changes: dict[str, Any], said: str, label_store: LatentStore, flip_store: LatentStore
+def changed(store: LatentStore, section: str, **changes: Any) -> LatentStore:
+    """The store with other values in a section of its spec."""
+    other = LatentStore(store.path)
+    part = getattr(other.spec, section).model_copy(update=changes)
+    other.spec = other.spec.model_copy(update={section: part})
+    return other
+
+
+def test_stores_of_other_latents_or_captions_are_not_mixed(
+    label_store: LatentStore, flip_store: LatentStore, caption_store: LatentStore
 ) -> None:
-    other = LatentStore(flip_store.path)
-    other.spec = other.spec.model_copy(update={"latent": other.spec.latent.model_copy(update=changes)})
-    plans = [BatchPlan(store.buckets, 4, 0) for store in (label_store, other)]
-    for order in (Mixture([(plans[0], 1), (plans[1], 1)], seed=0), Stages([(plans[0], 5), (plans[1], None)])):
-        with pytest.raises(RecipeError, match=said) as caught:
-            BatchReader([label_store, other], order)
-        assert str(label_store.path) in str(caught.value)
-        assert str(other.path) in str(caught.value)
+    wide = {"channels": 16, "stored_channels": 32, "shift": [0.0] * 16, "scale": [1.0] * 16}
+    captions = changed(caption_store, "text", width=4096)
+    for one, other, said in [
+        (label_store, changed(flip_store, "latent", **wide), "latent channels 4 and 16"),
+        (label_store, changed(flip_store, "latent", downscale=32), "downscale factor 8 and 32"),
+        (label_store, changed(flip_store, "latent", scale=[0.13025] * 4), r": scale [0-9., ]+ and 0\.13025\."),
+        (
+            label_store,
+            changed(flip_store, "latent", shift=[0.0, 0.1, 0, 0]),
+            r": shift [-0-9., ]+ and 0\.0, 0\.1, \.\.\.",
+        ),
+        (caption_store, captions, r"caption width \d+ and 4096.*text='none'"),
+        (caption_store, label_store, r"caption width \d+ and no captions.*text='none'"),
+    ]:
+        plans = [BatchPlan(store.buckets, 4, 0) for store in (one, other)]
+        for order in (Mixture([(plans[0], 1), (plans[1], 1)], seed=0), Stages([(plans[0], 5), (plans[1], None)])):
+            with pytest.raises(RecipeError, match=said) as caught:
+                BatchReader([one, other], order)
+            assert str(one.path) in str(caught.value)
+            assert str(other.path) in str(caught.value)
+    plans = [BatchPlan(caption_store.buckets, 4, seed) for seed in (0, 1)]
+    BatchReader([caption_store, captions], Mixture([(plans[0], 1), (plans[1], 1)], seed=0), text="none")
     latent = flip_store.spec.latent  # imported rows that are normalised already fit those of the same encoder
     decoding = Decoding(shift=latent.shift, scale=latent.scale, zero_to_one=False)
-    normalised = {"shift": [0.0] * 4, "scale": [1.0] * 4, "decoding": decoding}
-    other.spec = flip_store.spec.model_copy(update={"latent": latent.model_copy(update=normalised)})
-    BatchReader([label_store, other], Mixture([(plans[0], 1), (plans[1], 1)], seed=0))
+    imported = changed(flip_store, "latent", shift=[0.0] * 4, scale=[1.0] * 4, decoding=decoding)
+    plans = [BatchPlan(store.buckets, 4, 0) for store in (label_store, imported)]
+    BatchReader([label_store, imported], Mixture([(plans[0], 1), (plans[1], 1)], seed=0))
 
 
 def test_each_plan_of_a_store_has_draws_of_its_own_seed(label_store: LatentStore) -> None:
@@ -288,19 +301,6 @@ def test_each_plan_of_a_store_has_draws_of_its_own_seed(label_store: LatentStore
     BatchStream(BatchReader([label_store] * 2, stages)).load_state_dict(state)
     with pytest.raises(RunError, match=r"draw_seed: was \[1, 2\], is now 7"):
         BatchStream(given).load_state_dict(state)
-
-
-@pytest.mark.parametrize("width", [4096, None])
-def test_stores_of_other_captions_are_not_mixed(width: int | None, caption_store: LatentStore) -> None:
-    other = LatentStore(caption_store.path)
-    assert other.spec.text is not None
-    text = other.spec.text.model_copy(update={"width": width}) if width else None
-    other.spec = other.spec.model_copy(update={"text": text})
-    plans = [BatchPlan(store.buckets, 4, 0) for store in (caption_store, other)]
-    mixture = Mixture([(plans[0], 1), (plans[1], 1)], seed=0)
-    with pytest.raises(RecipeError, match=rf"caption width \d+ and {width or 'no captions'}.*text='none'"):
-        BatchReader([caption_store, other], mixture)
-    BatchReader([caption_store, other], mixture, text="none")
 
 
 def test_a_selection_of_another_revision_is_refused(everything: Everything, caption_store: LatentStore) -> None:
