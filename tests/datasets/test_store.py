@@ -38,9 +38,10 @@ def uncommit(path: Path) -> None:
     (path / OWN / "commits/buckets/64x64/000000.json").unlink()
 
 
+Spoil = Callable[[Path], Any]
 SAME_COMMAND = "same precompute command again"
 REPAIR = "--repair"
-SPOILED: list[tuple[str, Callable[[Path], Any], type[LeanditError], list[str]]] = [
+SPOILED: list[tuple[str, Spoil, type[LeanditError], list[str]]] = [
     ("missing folder", shutil.rmtree, StoreNotFound, ["no such folder", "leandit precompute"]),
     ("empty folder", lambda p: shutil.rmtree(p) or p.mkdir(), StoreError, ["no 'zarr.json'", "not a leandit store"]),
     ("newer version", set_json(MANIFEST, format_version=2), FormatVersionError, ["version 2", "reads 1"]),
@@ -54,20 +55,7 @@ SPOILED: list[tuple[str, Callable[[Path], Any], type[LeanditError], list[str]]] 
 ]
 
 
-@pytest.mark.parametrize(("spoil", "error", "words"), [case[1:] for case in SPOILED], ids=[case[0] for case in SPOILED])
-def test_a_store_that_is_not_whole_is_refused_when_opened(
-    spoil: Callable[[Path], Any], error: type[LeanditError], words: list[str], copied: Path
-) -> None:
-    spoil(copied)
-    with pytest.raises(LeanditError) as caught:
-        LatentStore(copied)
-    assert type(caught.value) is error
-    message = str(caught.value)
-    assert [word for word in [str(copied), *words] if word not in message] == []
-    assert "\n" not in message
-
-
-UNFINISHED: list[tuple[str, Callable[[Path], Any], type[LeanditError], list[str]]] = [
+UNFINISHED: list[tuple[str, Spoil, type[LeanditError], list[str]]] = [
     ("incomplete", uncommit, StoreIncomplete, ["not complete", "1 of 5 shards", SAME_COMMAND]),
     ("not sealed", lambda _: None, StoreIncomplete, ["all shards exist, but the store is not sealed", SAME_COMMAND]),
     ("no plan", lambda p: (p / OWN / "plan/plan.json").unlink(), StoreIncomplete, ["plan is not finished"]),
@@ -76,13 +64,20 @@ UNFINISHED: list[tuple[str, Callable[[Path], Any], type[LeanditError], list[str]
 ]
 
 
-@pytest.mark.parametrize(
-    ("spoil", "error", "words"), [case[1:] for case in UNFINISHED], ids=[case[0] for case in UNFINISHED]
-)
-def test_a_store_that_is_not_finished_is_refused_when_opened(
-    spoil: Callable[[Path], Any], error: type[LeanditError], words: list[str], unfinished: Path
+CASES = [pytest.param("copied", *case, id=name) for name, *case in SPOILED]
+CASES += [pytest.param("unfinished", *case, id=name) for name, *case in UNFINISHED]
+
+
+@pytest.mark.parametrize(("which", "spoil", "error", "words"), CASES)
+def test_a_store_that_is_not_whole_or_finished_is_refused_when_opened(
+    which: str, spoil: Spoil, error: type[LeanditError], words: list[str], request: pytest.FixtureRequest
 ) -> None:
-    test_a_store_that_is_not_whole_is_refused_when_opened(spoil, error, words, unfinished)
+    spoil(path := request.getfixturevalue(which))
+    with pytest.raises(LeanditError) as caught:
+        LatentStore(path)
+    assert type(caught.value) is error
+    assert [word for word in [str(path), *words] if word not in str(caught.value)] == []
+    assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_vanishes_before_its_first_read_is_damage_that_names_it(copied: Path) -> None:
