@@ -52,20 +52,6 @@ def test_a_repair_brings_every_byte_back(damages: int, everything: Everything, t
     print(f"{damages} damages, {kept} of them to rows whose image is gone")
 
 
-@pytest.mark.parametrize("name", ["added", "grown"])
-def test_encoding_again_gives_the_same_bits_of_all_that_was_added(name: str, everything: Everything) -> None:
-    root = getattr(everything, name)
-    store = LatentStore(root)
-    found = deep(root, everything.source if name == "grown" else everything.source_then)
-    assert found.findings == []
-    assert (found.num_records, found.num_captions) == (len(store), store.captions.num_rows)
-    # Of the grown store an image is gone that shared a batch with others.
-    assert found.num_exact + found.num_close == found.num_records + found.num_captions
-    assert name == "grown" or found.num_close == 0
-    few = deep(root, everything.source if name == "grown" else everything.source_then, num_records=3, seed=5)
-    assert (few.num_records, few.num_captions) == (3, 3)
-
-
 WRONG = [
     "buckets/64x64/features/grid/patches_flip",
     "buckets/80x48/features/grid/patches",

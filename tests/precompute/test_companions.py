@@ -9,7 +9,6 @@ import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -57,8 +56,8 @@ BASE = ("vae.flip=true", "vae.batch_size=4", "text.kind=none", "source.max_rejec
 COUNT = 8
 
 
-@pytest.fixture(autouse=True)
-def several_shards() -> Iterator[None]:
+@pytest.fixture(scope="module", autouse=True)
+def _several_shards() -> Iterator[None]:
     """Plans are laid out in small shards wherever they are read, too."""
     with small_shards():
         yield
@@ -79,39 +78,28 @@ def with_companions(*more: str) -> PrecomputeRecipe:
     return caption_recipe(*BASE, *COMPANIONS, *more)
 
 
-class Stores(NamedTuple):
-    """The same source: without companions, with them from the start, with them added."""
-
-    plain: Path
-    whole: Path
-    added: Path
-
-
 @pytest.fixture(scope="module")
-def stores(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Stores:
+def stores(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stores of the source: "plain" without companions, "whole" with them from the start, "added" with them added."""
     root = tmp_path_factory.mktemp("stores")
-    with small_shards():
-        encode(caption_recipe(*BASE), source, root / "plain")
-        encode(with_companions(), source, root / "whole")
-        shutil.copytree(root / "plain", root / "added")
-        report = encode(with_companions(), source, root / "added")
-    assert report.manifest is not None
-    assert (report.manifest.revision, report.num_encoded) == (2, COUNT)
-    return Stores(root / "plain", root / "whole", root / "added")
+    encode(caption_recipe(*BASE), source, root / "plain")
+    encode(with_companions(), source, root / "whole")
+    shutil.copytree(root / "plain", root / "added")
+    assert encode(with_companions(), source, root / "added").num_encoded == COUNT
+    return root
 
 
 @pytest.fixture
-def whole(stores: Stores, tmp_path: Path) -> Path:
+def whole(stores: Path, tmp_path: Path) -> Path:
     """A store with companions that a test may change."""
-    return Path(shutil.copytree(stores.whole, tmp_path / "store"))
+    return Path(shutil.copytree(stores / "whole", tmp_path / "store"))
 
 
-def test_rows_are_those_of_the_crop_at_the_place_of_the_image(stores: Stores, source: Path) -> None:
-    store, encoder = LatentStore(stores.whole), load_encoders(caption_recipe(*BASE), CPU).image
+def test_rows_are_those_of_the_crop_at_the_place_of_the_image(stores: Path, source: Path) -> None:
+    store, encoder = LatentStore(stores / "whole"), load_encoders(caption_recipe(*BASE), CPU).image
     assert (len(store), store.companions, len(store.buckets)) == (COUNT, ["copy", "edit", "mask"], 3)
     for i in range(COUNT):
         record, size = store.record(f"images/{i}.png"), SIZES[i % 3]
-        assert record.bucket
         how = {"bucket": bucket_size(record.bucket), "crop": "bucket", "beside": size}
         edit, edit_size = decode_image((source / f"edits/{i}.png").read_bytes(), **how)
         mask, _ = decode_image((source / f"masks/{i}.png").read_bytes(), mask_px=store.spec.latent.downscale, **how)
@@ -124,21 +112,21 @@ def test_rows_are_those_of_the_crop_at_the_place_of_the_image(stores: Stores, so
             np.testing.assert_allclose(rows["edit"], wanted.astype(np.float16), rtol=2e-3, atol=2e-3)
     assert store.records["checksum_copy"].equals(store.records["checksum"])
     assert store.records["source_checksum_copy"].equals(store.records["source_checksum"])
-    planned = pq.read_table(stores.whole / "revisions/000001/sources.parquet")
+    planned = pq.read_table(stores / "whole/revisions/000001/sources.parquet")
     assert planned["source_path_edit"].to_pylist() == [f"edits/{i}.png" for i in range(COUNT)]
 
 
-def test_a_sample_is_stored_beside_the_mean_of_its_companion(source: Path, stores: Stores, tmp_path: Path) -> None:
+def test_a_sample_is_stored_beside_the_mean_of_its_companion(source: Path, stores: Path, tmp_path: Path) -> None:
     encode(with_companions("vae.keep=sample", "vae.flip=false", "store.codec=zstd"), source, tmp_path / "store")
-    store, moments = LatentStore(tmp_path / "store"), LatentStore(stores.whole)
+    store, moments = LatentStore(tmp_path / "store"), LatentStore(stores / "whole")
     for bucket in store.buckets:
         mean = moments.latents(bucket)[:][:, : store.spec.latent.channels]
         np.testing.assert_array_equal(store.companion("copy", bucket)[:], mean)
         assert not np.array_equal(store.latents(bucket)[:], mean)
 
 
-def test_a_batch_has_the_mean_of_each_companion_as_the_model_sees_it(stores: Stores) -> None:
-    store = LatentStore(stores.added)
+def test_a_batch_has_the_mean_of_each_companion_as_the_model_sees_it(stores: Path) -> None:
+    store = LatentStore(stores / "added")
     spec, seen, num_flipped = store.spec.latent, 0, 0
     for batch in make_loader(store, global_batch=2, device="cpu"):
         copy, edit, mask = (batch.companions[name] for name in ("copy", "edit", "mask"))
@@ -166,13 +154,13 @@ def test_a_batch_has_the_mean_of_each_companion_as_the_model_sees_it(stores: Sto
         store.companion("mask", "32x32")
 
 
-def test_what_is_added_is_what_the_store_would_have_had(stores: Stores, source: Path) -> None:
-    before, after = lasting_digest(stores.plain), lasting_digest(stores.added)
+def test_what_is_added_is_what_the_store_would_have_had(stores: Path, source: Path) -> None:
+    before, after = lasting_digest(stores / "plain"), lasting_digest(stores / "added")
     assert {path: content for path, content in after.items() if path in before} == before
-    whole, added = LatentStore(stores.whole), LatentStore(stores.added)
-    assert LatentStore(stores.added, revision=1).companions == []
+    whole, added = LatentStore(stores / "whole"), LatentStore(stores / "added")
+    assert LatentStore(stores / "added", revision=1).companions == []
     assert content(added) == content(whole)
-    assert encode(with_companions(), source, stores.added).num_encoded == 0
+    assert encode(with_companions(), source, stores / "added").num_encoded == 0
 
 
 REJECTS = {
@@ -232,7 +220,6 @@ def test_a_changed_companion_makes_its_record_stale_and_one_that_is_gone_keeps_o
     assert store.record("images/6.png").reason == "missing_file"
     for key, name in itertools.product(("images/3.png", "images/4.png"), store.companions):
         record, other = store.record(key), fresh.record(key)
-        assert record.bucket
         ours, theirs = store.companion(name, record.bucket)[record.row], fresh.companion(name, record.bucket)[other.row]
         np.testing.assert_allclose(ours.astype(np.float32), theirs.astype(np.float32), rtol=2e-3, atol=2e-3)
     assert verify_store(whole).findings == []
@@ -268,10 +255,10 @@ def test_what_cannot_be_added_is_rejected_without_a_trace(folder: Path, tmp_path
     assert (len(LatentStore(root)), verify_store(root).findings) == (COUNT - 2, [])
 
 
-def test_stores_whose_images_differ_are_not_read_together(stores: Stores, source: Path, tmp_path: Path) -> None:
+def test_stores_whose_images_differ_are_not_read_together(stores: Path, source: Path, tmp_path: Path) -> None:
     recipe = caption_recipe(*BASE, "companions.copy.kind=image", "companions.mask.kind=image")
     encode(recipe, source, tmp_path / "store")
-    pair = [LatentStore(stores.whole), LatentStore(tmp_path / "store")]
+    pair = [LatentStore(stores / "whole"), LatentStore(tmp_path / "store")]
     order = Mixture([(BatchPlan(store.buckets, 2, seed=0), 1) for store in pair], seed=0)
     with pytest.raises(RecipeError, match=r"'mask' is of kind 'image', of 'mask' in"):
         BatchReader(pair, order, companions=["copy", "mask"])
@@ -281,9 +268,9 @@ def test_stores_whose_images_differ_are_not_read_together(stores: Stores, source
 
 
 def test_a_store_grows_and_is_compacted_with_and_without_a_companion(
-    stores: Stores, folder: Path, tmp_path: Path
+    stores: Path, folder: Path, tmp_path: Path
 ) -> None:
-    root = Path(shutil.copytree(stores.added, tmp_path / "store"))
+    root = Path(shutil.copytree(stores / "added", tmp_path / "store"))
     rows = read_metadata(folder)
     for kind, image in (
         ("images", smooth_image(77, 64, 64)),
@@ -312,8 +299,8 @@ def test_a_store_grows_and_is_compacted_with_and_without_a_companion(
         compact(root, tmp_path / "other", progress=lambda *_: None, without=["depth"])
 
 
-def test_flipped_bits_are_found_and_mended(stores: Stores, source: Path, tmp_path: Path) -> None:
-    root, rng = Path(shutil.copytree(stores.added, tmp_path / "store")), random.Random(3)
+def test_flipped_bits_are_found_and_mended(stores: Path, source: Path, tmp_path: Path) -> None:
+    root, rng = Path(shutil.copytree(stores / "added", tmp_path / "store")), random.Random(3)
     files = tree_digest(root)
     assert deep(root, source, num_records=COUNT).findings == []
     shards = rng.sample(sorted(path for path in files if "/companions/" in path and "/c/" in path), 6)
@@ -324,26 +311,23 @@ def test_flipped_bits_are_found_and_mended(stores: Stores, source: Path, tmp_pat
     assert tree_digest(root) == files
 
 
-def test_images_in_the_rows_of_parquet_have_their_companions_there(
-    source: Path, stores: Stores, tmp_path: Path
-) -> None:
+def test_images_in_the_rows_of_parquet_have_their_companions_there(source: Path, stores: Path, tmp_path: Path) -> None:
     columns = {"image": "images", "copy": "copies", "source image": "edits", "mask": "masks"}
     values = {
         name: [{"bytes": (source / f"{folder}/{i}.png").read_bytes(), "path": None} for i in range(COUNT)]
         for name, folder in columns.items()
     }
-    values["mask"][2]["bytes"] = None  # pyright: ignore
+    values["mask"][2]["bytes"] = None
     (tmp_path / "rows").mkdir()
     pq.write_table(pa.table(values), tmp_path / "rows/train.parquet", row_group_size=3)
     encode(with_companions("vae.batch_size=1"), tmp_path / "rows", tmp_path / "store")
-    store, other = LatentStore(tmp_path / "store"), LatentStore(stores.whole)
+    store, other = LatentStore(tmp_path / "store"), LatentStore(stores / "whole")
     assert len(store) == COUNT - 1
     reject = store.record("train/2")
     assert (reject.stage, reject.reason) == ("decode", "unreadable")
     assert reject.detail == "companion 'mask', 'train.parquet': train.parquet, row 2 has no bytes of an image"
     for i in (0, 1, 3, 4):
         record, row = store.record(f"train/{i}"), other.record(f"images/{i}.png").row
-        assert record.bucket
         mask = other.companion("mask", record.bucket)[row]
         np.testing.assert_array_equal(store.companion("mask", record.bucket)[record.row], mask)
     assert encode(with_companions("vae.batch_size=1"), tmp_path / "rows", tmp_path / "store").num_encoded == 0
@@ -361,17 +345,17 @@ def test_a_source_without_such_a_column_is_refused(source: Path, tmp_path: Path)
         list_source(tmp_path / "captions.json", companions=columns)
 
 
-def test_another_column_or_order_is_another_store(stores: Stores, source: Path) -> None:
+def test_another_column_or_order_is_another_store(stores: Path, source: Path) -> None:
     with pytest.raises(FingerprintMismatch, match="companions"):
-        encode(caption_recipe(*BASE, *COMPANIONS, "companions.edit.column=copy"), source, stores.whole)
+        encode(caption_recipe(*BASE, *COMPANIONS, "companions.edit.column=copy"), source, stores / "whole")
     with pytest.raises(FingerprintMismatch, match="companions"):
-        encode(caption_recipe(*BASE), source, stores.whole)
+        encode(caption_recipe(*BASE), source, stores / "whole")
     with pytest.raises(ValidationError, match="have the name 'mask'; use two names"):
         PrecomputeRecipe.model_validate({"companions": {"mask": {}}, "features": {"mask": {"model": "x"}}})
 
 
-def test_inspect_tells_of_each(stores: Stores) -> None:
-    facts = StoreFacts(LatentStore(stores.whole))
+def test_inspect_tells_of_each(stores: Path) -> None:
+    facts = StoreFacts(LatentStore(stores / "whole"))
     summary, shown = facts.to_json(), render(facts)
     assert summary["companions"]["mask"]["row_shape"] == [6, 10]
     assert {"companion copy", "companion edit", "companion mask"} <= summary["bytes"].keys()

@@ -50,7 +50,6 @@ def encode(source: Path, store: Path, *overrides: str) -> Report:
 
 def embedding(store: LatentStore, text: str) -> bytes:
     (number,) = store.find_captions([text])
-    assert number is not None
     return store.caption_embedding(number).tobytes()
 
 

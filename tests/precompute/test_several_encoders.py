@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -41,8 +40,8 @@ BASE = ("vae.flip=true", "vae.batch_size=4", "store.text_dtype=int8")
 SHORT = ("text.short.kind=t5", "text.short.model=shipped:t5", "text.short.max_tokens=5", "text.short.full_length=true")
 
 
-@pytest.fixture(autouse=True)
-def several_shards() -> Iterator[None]:
+@pytest.fixture(scope="module", autouse=True)
+def _several_shards() -> Iterator[None]:
     """Plans are laid out in small shards wherever they are read, too."""
     with small_shards():
         yield
@@ -63,37 +62,30 @@ def feature(teacher: Path, *more: str) -> tuple[str, ...]:
     return (model, "features.dino.output=both", "features.dino.dtype=int8", *more)
 
 
-class Stores(NamedTuple):
-    """The same source: without more encoders, with them from the start, with them added."""
-
-    plain: Path
-    whole: Path
-    added: Path
-    recipe: PrecomputeRecipe
+@pytest.fixture(scope="module")
+def recipe(teacher: Path) -> PrecomputeRecipe:
+    return caption_recipe(*BASE, *SHORT, *feature(teacher))
 
 
 @pytest.fixture(scope="module")
-def stores(source: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Stores:
-    root, recipe = tmp_path_factory.mktemp("stores"), caption_recipe(*BASE, *SHORT, *feature(teacher))
-    with small_shards():
-        encode(caption_recipe(*BASE), source, root / "plain")
-        encode(recipe, source, root / "whole")
-        shutil.copytree(root / "plain", root / "added")
-        report = encode(recipe, source, root / "added")
-    assert report.manifest is not None
-    assert report.manifest.revision == 2
-    assert report.num_encoded == 14
-    return Stores(root / "plain", root / "whole", root / "added", recipe)
+def stores(source: Path, recipe: PrecomputeRecipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stores of the source: "plain", "whole" with more encoders from the start, "added" with them added."""
+    root = tmp_path_factory.mktemp("stores")
+    encode(caption_recipe(*BASE), source, root / "plain")
+    encode(recipe, source, root / "whole")
+    shutil.copytree(root / "plain", root / "added")
+    assert encode(recipe, source, root / "added").num_encoded == 14
+    return root
 
 
-def test_rows_are_those_of_a_store_that_had_the_feature_from_the_start(stores: Stores) -> None:
-    before, after = lasting_digest(stores.plain), lasting_digest(stores.added)
+def test_rows_are_those_of_a_store_that_had_the_feature_from_the_start(stores: Path) -> None:
+    before, after = lasting_digest(stores / "plain"), lasting_digest(stores / "added")
     assert {path: content for path, content in after.items() if path in before} == before
     # The arrays of text are those of a store that had the encoder from the start.
-    assert tree_digest(stores.added / "captions") == tree_digest(stores.whole / "captions")
-    whole, added = LatentStore(stores.whole), LatentStore(stores.added)
+    assert tree_digest(stores / "added" / "captions") == tree_digest(stores / "whole" / "captions")
+    whole, added = LatentStore(stores / "whole"), LatentStore(stores / "added")
     assert added.texts == ["", "short"]
-    assert (added.features, LatentStore(stores.added, revision=1).features) == (["dino"], [])
+    assert (added.features, LatentStore(stores / "added", revision=1).features) == (["dino"], [])
     assert content(added) == content(whole)
     for bucket in whole.buckets:
         rows, columns = added.spec.features[0].spec.grid(*map(int, bucket.split("x")))
@@ -104,29 +96,29 @@ def test_rows_are_those_of_a_store_that_had_the_feature_from_the_start(stores: S
 
 
 def test_another_recipe_is_refused_and_says_what_to_do_with_what_only_one_of_them_has(
-    stores: Stores, source: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stores: Path, recipe: PrecomputeRecipe, source: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = tree_digest(stores.added)
-    assert encode(stores.recipe, source, stores.added).num_encoded == 0
+    before = tree_digest(stores / "added")
+    assert encode(recipe, source, stores / "added").num_encoded == 0
     with pytest.raises(FingerprintMismatch) as caught:
-        encode(caption_recipe(*BASE), source, stores.added)
-    assert f"'leandit compact {stores.added} --out NEW --without short --without dino'" in str(caught.value)
+        encode(caption_recipe(*BASE), source, stores / "added")
+    assert f"'leandit compact {stores / 'added'} --out NEW --without short --without dino'" in str(caught.value)
     lines = str(caught.value).splitlines()[1:]
     assert lines == [f"  [{name}] is in the store, not in the recipe" for name in ("text.short", "features.dino")]
     longer = caption_recipe(*BASE, *SHORT, "text.short.max_tokens=6", *feature(teacher))
     with pytest.raises(FingerprintMismatch, match=r"texts\.short\.spec\.max_tokens is 5"):
-        encode(longer, source, stores.added)
-    assert tree_digest(stores.added) == before
+        encode(longer, source, stores / "added")
+    assert tree_digest(stores / "added") == before
     # An addition that was cut off is finished by its own recipe.
-    root = shutil.copytree(stores.plain, tmp_path / "store")
+    root = shutil.copytree(stores / "plain", tmp_path / "store")
     monkeypatch.setattr(files, "failpoint", Failpoint("eio", 30))
     with pytest.raises(OSError, match="Input/output error"):
-        encode(stores.recipe, source, root)
+        encode(recipe, source, root)
     monkeypatch.setattr(files, "failpoint", None)
     more = caption_recipe(*BASE, *SHORT, *feature(teacher), f"features.more.model={teacher}")
     with pytest.raises(FingerprintMismatch, match=r"it adds the rest\. To give the addition up, remove its folder"):
         encode(more, source, root)
-    encode(stores.recipe, source, root)
+    encode(recipe, source, root)
     assert encode(more, source, root).manifest
 
 
@@ -150,11 +142,11 @@ def test_the_order_of_tables_in_a_recipe_makes_no_other_store(source: Path, teac
     assert content(LatentStore(tmp_path / "compact")) == content(store)
 
 
-def test_an_added_feature_is_left_out_by_a_compaction(stores: Stores, tmp_path: Path) -> None:
+def test_an_added_feature_is_left_out_by_a_compaction(stores: Path, tmp_path: Path) -> None:
     root = tmp_path / "compact"
     for _ in range(2):  # the second finds it made
-        compact(stores.added, root, progress=lambda *_: None, without=["dino", "short"])
-    store, plain = LatentStore(root), LatentStore(stores.plain)
+        compact(stores / "added", root, progress=lambda *_: None, without=["dino", "short"])
+    store, plain = LatentStore(root), LatentStore(stores / "plain")
     assert (store.texts, store.features) == ([""], [])
     assert store.spec.fingerprint == plain.spec.fingerprint
     assert verify_store(root).findings == []
@@ -162,9 +154,9 @@ def test_an_added_feature_is_left_out_by_a_compaction(stores: Stores, tmp_path: 
     for bucket in store.buckets:
         np.testing.assert_array_equal(store.latents(bucket)[:], plain.latents(bucket)[:])
     with pytest.raises(RecipeError, match=r"--without 'clip': expected a feature.*: short, dino"):
-        compact(stores.added, tmp_path / "other", progress=lambda *_: None, without=["clip"])
+        compact(stores / "added", tmp_path / "other", progress=lambda *_: None, without=["clip"])
     with pytest.raises(StoreError, match="it already exists"):
-        compact(stores.added, root, progress=lambda *_: None, without=["dino"])
+        compact(stores / "added", root, progress=lambda *_: None, without=["dino"])
 
 
 @pytest.mark.parametrize(
@@ -225,7 +217,6 @@ def test_pooled_vectors_are_stored_beside_tokens_or_alone(source: Path, tmp_path
     close(both.null, null.tokens)
     batch = next(iter(make_loader(store, global_batch=4)))
     vectors, tokens = batch.texts["vector"].pooled, batch.texts["both"].padded
-    assert vectors is not None
     assert not batch.texts["vector"].has_tokens
     assert (vectors.dtype, tuple(tokens.shape[:2])) == (torch.bfloat16, (len(batch), 16))
     with pytest.raises(StoreError, match="only pooled vectors"):
@@ -235,8 +226,8 @@ def test_pooled_vectors_are_stored_beside_tokens_or_alone(source: Path, tmp_path
     assert content(LatentStore(tmp_path / "compact")) == content(store)
 
 
-def test_inspect_tells_of_each(stores: Stores) -> None:
-    store = LatentStore(stores.added)
+def test_inspect_tells_of_each(stores: Path) -> None:
+    store = LatentStore(stores / "added")
     facts = StoreFacts(store)
     summary, shown = facts.to_json(), render(facts)
     with pytest.raises(RecipeError, match=r"no feature .clip.\. Available: dino"):

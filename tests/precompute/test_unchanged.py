@@ -46,7 +46,6 @@ def test_whatever_has_changed_goes_the_ordinary_way(
     tmp_path: Path, class_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shipped = local_folder("shipped:vae")
-    assert shipped
     shutil.copytree(shipped, tmp_path / "kept/vae")
     shutil.copytree(class_folder, tmp_path / "kept/train")
     monkeypatch.chdir(tmp_path)
@@ -81,7 +80,6 @@ def test_whatever_has_changed_goes_the_ordinary_way(
 
 def test_the_text_encoder_and_its_tokenizer_are_compared_too(tmp_path: Path, caption_folder: Path) -> None:
     shipped = local_folder("shipped:t5")
-    assert shipped
     text, store = shutil.copytree(shipped, tmp_path / "t5"), tmp_path / "store"
     recipe = caption_recipe(f"text.model={text}")
     encode(recipe, caption_folder, store)
@@ -113,7 +111,6 @@ def test_a_class_with_another_name_is_a_change_though_no_record_says_so(before: 
     assert not is_done(recipe, source, store)
     report = encode(recipe, source, store)
     assert report.num_encoded == 0
-    assert report.changes
     assert change_rows(report.changes) == [("source", "since the previous revision: classes renamed")]
     assert LatentStore(store).spec.classes == now.split()
     assert is_done(recipe, source, store)

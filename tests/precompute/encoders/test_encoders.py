@@ -55,7 +55,6 @@ def t5(tmp_path: Path) -> Path:
 
 def copied(model: str, to: Path) -> Path:
     folder = local_folder(model)
-    assert folder
     return Path(shutil.copytree(folder, to))
 
 

@@ -23,11 +23,11 @@ from leandit.precompute.encoders.text.encoder import CaptionEncoder, EncodedCapt
 from leandit.precompute.encoders.text.tokenizer import CaptionTokenizer
 
 LENGTH = 24  # cuts the longest text in most pipelines
-QWEN_IMAGE = diffusers.QwenImagePipeline(None, None, None, None, None).prompt_template_encode.replace("{}", "{caption}")  # pyright: ignore
+QWEN_IMAGE = diffusers.QwenImagePipeline(None, None, None, None, None).prompt_template_encode.replace("{}", "{caption}")
 Z_IMAGE = "<|im_start|>user\n{caption}<|im_end|>\n<|im_start|>assistant\n"
 KLEIN = Z_IMAGE + "<think>\n\n</think>\n\n"
 FLUX2 = f"<s>[SYSTEM_PROMPT]{SYSTEM_MESSAGE}[/SYSTEM_PROMPT][INST]{{caption}}[/INST]"
-LUMINA = f"{diffusers.Lumina2Pipeline(*[None] * 5).system_prompt} <Prompt Start> {{caption}}"  # pyright: ignore
+LUMINA = f"{diffusers.Lumina2Pipeline(*[None] * 5).system_prompt} <Prompt Start> {{caption}}"
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,6 @@ def parts(folder: Path, model_class: Any, **options: Any) -> tuple[Any, Any]:
 
 
 def close(found: np.ndarray | None, wanted: torch.Tensor) -> None:
-    assert found is not None
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, wanted.detach().numpy(), rtol=1e-5, atol=1e-5)
 
@@ -100,7 +99,7 @@ def each_is_close(encoder: CaptionEncoder, wanted: list[torch.Tensor]) -> None:
 def test_the_encoders_of_stable_diffusion_3_equal_its_pipeline(saved: Callable[[str], Path]) -> None:
     clips = [parts(saved(name), transformers.CLIPTextModelWithProjection) for name in ("clip", "open_clip")]
     t5 = parts(saved("t5"), transformers.T5EncoderModel)
-    pipeline: Any = diffusers.StableDiffusion3Pipeline(None, None, None, *clips[0], *clips[1], *t5)  # pyright: ignore
+    pipeline: Any = diffusers.StableDiffusion3Pipeline(None, None, None, *clips[0], *clips[1], *t5)
     for texts in (TEXTS, [""]):
         wanted, _, pooled, _ = pipeline.encode_prompt(
             texts, None, None, device=CPU, do_classifier_free_guidance=False, max_sequence_length=LENGTH
@@ -123,7 +122,7 @@ def test_the_encoders_of_stable_diffusion_xl_equal_its_pipeline_also_without_pad
         parts(saved("plain_clip"), transformers.CLIPTextModel),
         parts(saved("open_clip"), transformers.CLIPTextModelWithProjection),
     )
-    pipeline: Any = diffusers.StableDiffusionXLPipeline(  # pyright: ignore
+    pipeline: Any = diffusers.StableDiffusionXLPipeline(
         None, clips[0][0], clips[1][0], clips[0][1], clips[1][1], None, None
     )
     wanted, _, pooled, _ = pipeline.encode_prompt(TEXTS, device=CPU, do_classifier_free_guidance=False)
@@ -142,13 +141,13 @@ def test_the_encoders_of_stable_diffusion_xl_equal_its_pipeline_also_without_pad
         assert vector.tokens is None
         close(vector.pooled, row[None])
     assert (encoder.pooled_width, encoder.width) == (24, 32)
-    np.testing.assert_array_equal(encoder.encode(["", ""]).pooled, np.repeat(encoder.encode_null().pooled, 2, axis=0))  # pyright: ignore
+    np.testing.assert_array_equal(encoder.encode(["", ""]).pooled, np.repeat(encoder.encode_null().pooled, 2, axis=0))
 
 
 @torch.no_grad()
 def test_the_encoders_of_flux_1_equal_its_pipeline(saved: Callable[[str], Path]) -> None:
     clip, t5 = parts(saved("plain_clip"), transformers.CLIPTextModel), parts(saved("t5"), transformers.T5EncoderModel)
-    pipeline: Any = diffusers.FluxPipeline(None, None, *clip, *t5, None)  # pyright: ignore
+    pipeline: Any = diffusers.FluxPipeline(None, None, *clip, *t5, None)
     wanted, pooled, _ = pipeline.encode_prompt(TEXTS, device=CPU, max_sequence_length=LENGTH)
     encoder = encoder_of(saved("t5"), "t5", full_length=True, attend_padding=True)
     close(encoder.encode(TEXTS).tokens, wanted)
@@ -162,7 +161,7 @@ def test_the_encoders_of_flux_1_equal_its_pipeline(saved: Callable[[str], Path])
 @torch.no_grad()
 def test_umt5_equals_the_pipeline_of_wan(saved: Callable[[str], Path]) -> None:
     model, tokenizer = parts(saved("umt5"), transformers.UMT5EncoderModel)
-    pipeline: Any = diffusers.WanPipeline(tokenizer, model, None, None)  # pyright: ignore
+    pipeline: Any = diffusers.WanPipeline(tokenizer, model, None, None)
     texts = [*TEXTS, ""]
     wanted, _ = pipeline.encode_prompt(texts, do_classifier_free_guidance=False, max_sequence_length=LENGTH, device=CPU)
     encoder = encoder_of(saved("umt5"), "umt5")
@@ -175,7 +174,7 @@ def test_a_language_model_with_a_dropped_template_equals_the_pipeline_of_qwen_im
     saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokenizer = parts(saved("qwen_vl"), transformers.Qwen2_5_VLForConditionalGeneration)
-    pipeline: Any = diffusers.QwenImagePipeline(None, None, model, tokenizer, None)  # pyright: ignore
+    pipeline: Any = diffusers.QwenImagePipeline(None, None, model, tokenizer, None)
     dropped = len(tokenizer(QWEN_IMAGE.partition("{caption}")[0])["input_ids"])
     pipeline.prompt_template_encode_start_idx = dropped  # of this tokenizer
     texts = [*TEXTS, ""]
@@ -192,7 +191,7 @@ def test_a_language_model_with_a_dropped_template_equals_the_pipeline_of_qwen_im
 @torch.no_grad()
 def test_a_chat_template_in_words_equals_the_pipeline_of_z_image(saved: Callable[[str], Path]) -> None:
     model, tokenizer = parts(saved("qwen3"), transformers.Qwen3ForCausalLM)
-    pipeline: Any = diffusers.ZImagePipeline(None, None, model, tokenizer, None)  # pyright: ignore
+    pipeline: Any = diffusers.ZImagePipeline(None, None, model, tokenizer, None)
     wanted, negative = pipeline.encode_prompt(list(TEXTS), device=CPU, max_sequence_length=LENGTH)
     encoder = encoder_of(saved("qwen3"), "causal_lm", template=Z_IMAGE, layers=[-2])
     each_is_close(encoder, [*wanted, negative[0]])
@@ -236,7 +235,7 @@ def test_several_layers_at_full_length_equal_the_pipelines_of_flux_2(
 def test_a_system_prompt_before_the_caption_equals_the_pipeline_of_lumina_2(saved: Callable[[str], Path]) -> None:
     # It has a soft cap.
     model, tokenizer = parts(saved("gemma2"), transformers.Gemma2Model, attn_implementation="eager")
-    pipeline: Any = diffusers.Lumina2Pipeline(None, None, None, model, tokenizer)  # pyright: ignore
+    pipeline: Any = diffusers.Lumina2Pipeline(None, None, None, model, tokenizer)
     length = 120
     wanted, mask, _, _ = pipeline.encode_prompt(TEXTS, False, device=CPU, max_sequence_length=length)
     encoder = encoder_of(saved("gemma2"), "causal_lm", template=LUMINA, layers=[-2], max_tokens=length)

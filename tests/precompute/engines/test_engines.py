@@ -83,7 +83,7 @@ def with_processes(
 
     class Noted(LocalProcess):
         def __init__(self, *how: object) -> None:
-            super().__init__(*how)  # pyright: ignore[reportArgumentType]
+            super().__init__(*how)
             started.append(self)
 
     def words_of(device: str) -> list[str]:

@@ -40,7 +40,6 @@ def encoded(text: str) -> np.ndarray:
     """What the encoder gives of a caption, float32, in a batch of its own."""
     recipe = caption_recipe()
     encoder = loaded_encoders(recipe.vae, recipe.text).captions[""]
-    assert encoder is not None
     return encoder.encode([text]).tokens[0]
 
 

@@ -200,11 +200,11 @@ def test_sidecars_are_those_of_the_same_name_and_a_bad_one_rejects_its_image(tmp
         "notes.txt": b"of nothing",
     }
     bad = {"0.json": b"{", "1.json": b"[" * 100_000, "2.json": b'{"label": "cat"}'}
-    bad |= {"3.txt": b"\xff\xfe", "4.txt": b"x\n" * 300, "5.txt": b"x" * (1 << 20) + b"x"}
+    bad |= {"3.txt": b"\xff\xfe", "4.txt": b"x\n" * 300, "5.txt": b"x" * (1 << 20) + b"x", "6.json": b'{"text": 5}'}
     for name, content in (good | bad).items():
         write_file(tmp_path / name, content)
-    os.mkfifo(tmp_path / "6.txt")
-    for name in ("a.png", "a.b.png", "a-b.png", "b.png", "a.d/a.png", *(f"{i}.png" for i in range(7))):
+    os.mkfifo(tmp_path / "7.txt")
+    for name in ("a.png", "a.b.png", "a-b.png", "b.png", "a.d/a.png", *(f"{i}.png" for i in range(8))):
         write_file(tmp_path / name, jpeg(0))
     source = list_source(tmp_path)
     assert {r.key: (r.label, r.captions) for r in source.records if not r.problem} == {
@@ -215,7 +215,7 @@ def test_sidecars_are_those_of_the_same_name_and_a_bad_one_rejects_its_image(tmp
         "a.d/a.png": (-1, ()),
     }
     rejected = {r.key: r.problem[0] for r in source.records if r.problem}
-    assert rejected == {f"{i}.png": "bad_metadata" for i in range(7)}
+    assert rejected == {f"{i}.png": "bad_metadata" for i in range(8)}
     assert (source.kind, source.ignored.num_files, source.classes) == ("sidecars", 1, ["0", "1", "2"])
 
 

@@ -48,11 +48,9 @@ def test_a_store_of_one_source_grows_by_another_and_encodes_only_that(
     report = encode(label_recipe(), folders, tmp_path / "store")
     store = LatentStore(tmp_path / "store")
     assert (report.num_encoded, report.changes and report.changes.num_added) == (4, 4)
-    assert report.changes
     assert (report.changes.num_changed, report.changes.num_gone) == (0, 0)
     assert report.changes.carried.num_rows == 6
     rows = store.records.to_pylist()
-    assert before.spec.classes
     assert store.spec.classes == [*before.spec.classes, "aaa"]
     names = ["aaa", before.spec.classes[1]]
     assert [(row["key"].split("/")[0], row["label"]) for row in rows[6:]] == [("second", 2)] * 2 + [("second", 1)] * 2

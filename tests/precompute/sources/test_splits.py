@@ -107,7 +107,6 @@ def test_what_a_system_made_is_no_class_and_loose_images_are_taken_without_label
     assert folders.startswith("7 folders, hidden, system or linked twice: 2 @eaDir, 1 ")
     fill(root, "loose.png")
     problem = next(record.problem for record in listed(root).records if record.key == "loose.png")
-    assert problem
     assert 'source.labels = "none"' in problem[1]
     source = listed(root, labels="none")
     assert {(record.label, record.problem) for record in source.records} == {(-1, None)}
