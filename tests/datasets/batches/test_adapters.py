@@ -24,11 +24,6 @@ POOLED = TEXTS["clip_l"].model_copy(update={"output": "pooled"})
 
 
 @pytest.fixture(scope="module")
-def sd3_store(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
-    return noise_store(tmp_path_factory.mktemp("sd3") / "store")
-
-
-@pytest.fixture(scope="module")
 def flux_store(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
     texts = {"clip_l": POOLED, "t5": TEXTS["t5"]}
     return noise_store(tmp_path_factory.mktemp("flux") / "store", texts=texts)
@@ -42,9 +37,11 @@ def short_store(tmp_path_factory: pytest.TempPathFactory) -> LatentStore:
 
 
 @pytest.fixture
-def page(sd3_store: LatentStore, flux_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def page(
+    three_text_store: LatentStore, flux_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Any:
     """Runs the code of a section, and gives the names that it has."""
-    (tmp_path / "S3").symlink_to(sd3_store.path)
+    (tmp_path / "S3").symlink_to(three_text_store.path)
     (tmp_path / "flux-store").symlink_to(flux_store.path)
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -87,15 +84,17 @@ def pooled_of(store: LatentStore, records: torch.Tensor, name: str) -> np.ndarra
     return np.stack([store.text(name).pooled_vector(i) for i in ids]).astype(np.float32)
 
 
-def test_a_batch_of_diffusers_joins_the_text_encoders_as_stable_diffusion_3_does(sd3_store: LatentStore) -> None:
-    of_store = make_loader(sd3_store, global_batch=4, seed=1)
-    of_trainer = make_loader(sd3_store, global_batch=4, seed=1, collate_fn=adapters.diffusers_sd3(sd3_store))
+def test_a_batch_of_diffusers_joins_the_text_encoders_as_stable_diffusion_3_does(three_text_store: LatentStore) -> None:
+    of_store = make_loader(three_text_store, global_batch=4, seed=1)
+    of_trainer = make_loader(
+        three_text_store, global_batch=4, seed=1, collate_fn=adapters.diffusers_sd3(three_text_store)
+    )
     for batch, named in zip(of_store, of_trainer, strict=True):
-        clip_l, clip_g, t5 = (captions_of(sd3_store, batch.records, name) for name in ("clip_l", "clip_g", "t5"))
+        clip_l, clip_g, t5 = (captions_of(three_text_store, batch.records, name) for name in ("clip_l", "clip_g", "t5"))
         wanted = np.zeros((len(batch), 7 + 9, 32), np.float32)
         wanted[:, :7, :8], wanted[:, :7, 8:20], wanted[:, 7:] = clip_l, clip_g, t5
         np.testing.assert_array_equal(named["prompt_embeds"], wanted)
-        pooled = [pooled_of(sd3_store, batch.records, name) for name in ("clip_l", "clip_g")]
+        pooled = [pooled_of(three_text_store, batch.records, name) for name in ("clip_l", "clip_g")]
         np.testing.assert_array_equal(named["pooled_prompt_embeds"], np.concatenate(pooled, axis=1))
         np.testing.assert_array_equal(named["model_input"], batch.latents)
         assert {tensor.dtype for tensor in named.values()} == {torch.float32}
@@ -130,18 +129,10 @@ def test_a_batch_of_sdxl_has_its_sizes_and_trains(tmp_path: Path) -> None:
 
 def of_class(store: LatentStore, name: str, class_name: str, **changes: Any) -> LatentStore:
     """The store, as if a text encoder of another class or setting had made it."""
-    found = LatentStore(store.path)
-    texts = [
-        one.model_copy(
-            update={
-                "encoder": one.encoder.model_copy(update={"class_name": class_name}),
-                "spec": one.spec.model_copy(update=changes),
-            }
-        )
-        if one.name == name
-        else one
-        for one in found.spec.texts
-    ]
+    found, texts = LatentStore(store.path), list(store.spec.texts)
+    (i,) = (i for i, one in enumerate(texts) if one.name == name)
+    encoder, spec = texts[i].encoder.model_copy(update={"class_name": class_name}), texts[i].spec
+    texts[i] = texts[i].model_copy(update={"encoder": encoder, "spec": spec.model_copy(update=changes)})
     found.__dict__["spec"] = found.spec.model_copy(update={"texts": texts})
     return found
 
@@ -157,21 +148,21 @@ def nemo(page: Any) -> Any:
 
 
 def test_captions_of_another_models_text_encoders_are_refused(
-    sd3_store: LatentStore, flux_store: LatentStore, nemo: Any, titan: Any
+    three_text_store: LatentStore, flux_store: LatentStore, nemo: Any, titan: Any
 ) -> None:
     plain, projected = "CLIPTextModel", "CLIPTextModelWithProjection"
-    adapters.diffusers_sd3(of_class(sd3_store, "clip_l", projected))
+    adapters.diffusers_sd3(of_class(three_text_store, "clip_l", projected))
     titan(of_class(flux_store, "clip_l", plain))
     with pytest.raises(RecipeError, match=f"'clip_l' is a {plain}, expected a {projected}"):
-        adapters.diffusers_sd3(of_class(sd3_store, "clip_l", plain))
+        adapters.diffusers_sd3(of_class(three_text_store, "clip_l", plain))
     for adapter in (titan, nemo):
         with pytest.raises(RecipeError, match=f"'clip_l' is a {projected}, expected a {plain}"):
             adapter(of_class(flux_store, "clip_l", projected))
-    for adapter, store in ((adapters.diffusers_sd3, sd3_store), (titan, flux_store)):
+    for adapter, store in ((adapters.diffusers_sd3, three_text_store), (titan, flux_store)):
         with pytest.raises(RecipeError, match=r"'t5' has not attended to its padding.*text.t5.attend_padding = true"):
             adapter(of_class(store, "t5", "T5EncoderModel", attend_padding=False))
     with pytest.raises(RecipeError, match=r"'t5' has no pooled vectors: text.t5.output = 'both'"):
-        adapters.diffusers_sdxl(sd3_store, "clip_g", "t5")
+        adapters.diffusers_sdxl(three_text_store, "clip_g", "t5")
 
 
 def test_a_batch_of_nemo_has_its_padding_and_mask(short_store: LatentStore, flux_store: LatentStore, nemo: Any) -> None:
@@ -201,7 +192,7 @@ def test_a_batch_of_torchtitan_is_what_its_encoders_would_have_given(flux_store:
 
 
 def test_a_store_without_what_the_trainer_reads_is_an_error_at_the_start(
-    sd3_store: LatentStore,
+    three_text_store: LatentStore,
     flux_store: LatentStore,
     short_store: LatentStore,
     label_store: LatentStore,
@@ -210,7 +201,7 @@ def test_a_store_without_what_the_trainer_reads_is_an_error_at_the_start(
     titan: Any,
 ) -> None:
     with pytest.raises(RecipeError, match=r"\['clip_l', 'clip_g', 't5'\], expected 'umt5'"):
-        adapters.diffusers_sd3(sd3_store, t5="umt5")
+        adapters.diffusers_sd3(three_text_store, t5="umt5")
     for adapter in (titan, nemo):
         with pytest.raises(RecipeError, match=r"'t5' has captions without their padding.*text.t5.full_length = true"):
             adapter(short_store)
@@ -218,7 +209,9 @@ def test_a_store_without_what_the_trainer_reads_is_an_error_at_the_start(
         titan(label_store)
     with pytest.raises(RecipeError, match=r"'text' has captions without.*reads no mask: text\.full_length = true"):
         nemo(caption_store, tokens="")
-    without = make_loader(sd3_store, global_batch=4, text="none", collate_fn=adapters.diffusers_sd3(sd3_store))
+    without = make_loader(
+        three_text_store, global_batch=4, text="none", collate_fn=adapters.diffusers_sd3(three_text_store)
+    )
     with pytest.raises(RecipeError, match="text='padded'"):
         next(iter(without))
 

@@ -480,6 +480,27 @@ def test_a_new_list_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
     assert not folder._threads
 
 
+def test_threads_in_a_narrow_folder_read_right_bytes_and_never_exceed_it(tmp_path: Path) -> None:
+    local, capacity = tmp_path / "local", 5000  # at least three shards, so that two threads never wait for each other
+    seen: list[int] = []
+    folder = made_up(local, capacity, threads=2)
+    FaultyFileSystem.watch = lambda: seen.append(bytes_in(local))
+
+    def read(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(40):
+            path = rng.choice(PATHS)
+            assert folder.open(path, Path.read_bytes) == CONTENT[path]
+            if rng.random() < 0.2:
+                folder.prefetch(rng.sample(PATHS, 5))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(read, range(4)))
+    folder.close()
+    assert max(seen) <= capacity
+    assert bytes_in(local) <= capacity
+
+
 # ------------------------------------------------------------ earlier runs, other processes
 
 
@@ -539,25 +560,16 @@ def test_a_download_that_was_killed_leaves_nothing_that_is_believed(
 
 
 def test_processes_that_share_a_narrow_folder_keep_to_it(opened: Callable[..., RemoteFolder], tmp_path: Path) -> None:
-    local, capacity = tmp_path / "local", 7000  # so many shards that six threads never wait for each other
+    local, capacity = tmp_path / "local", 4000
 
     def work(seed: int) -> int:
-        folder = opened(capacity)
-
-        def read(seed: int) -> int:
-            rng, most = random.Random(seed), 0
-            for _ in range(40):
-                path = rng.choice(PATHS)
-                mapped = folder.open(path, lambda file: np.memmap(file, np.uint8, mode="r"))
-                assert mapped.tobytes() == CONTENT[path]
-                if rng.random() < 0.2:
-                    folder.prefetch(rng.sample(PATHS, 5))
-                most = max(most, min(bytes_in(local), bytes_in(local)))  # a look may count a file twice at its rename
-            return most
-
-        with ThreadPoolExecutor(2) as pool:
-            most = max(pool.map(read, (seed, seed + 10)))
-        folder.close()
+        folder, rng = opened(capacity), random.Random(seed)
+        most = 0
+        for _ in range(60):
+            path = rng.choice(PATHS)
+            mapped = folder.open(path, lambda file: np.memmap(file, np.uint8, mode="r"))
+            assert mapped.tobytes() == CONTENT[path]
+            most = max(most, min(bytes_in(local), bytes_in(local)))  # a look may count a file before and after a rename
         return most
 
     children: list[Child] = [start(lambda seed=seed: work(seed)) for seed in range(3)]
