@@ -153,25 +153,18 @@ def test_a_source_in_which_all_is_broken_is_an_error_and_seals_nothing(
     assert not (tmp_path / "store" / FIRST / "manifest.json").exists()
 
 
-@pytest.mark.parametrize(
-    "theirs",
-    [
-        {"": "mine"},
-        {"buckets/mine.txt": "mine", "plan/mine.txt": "mine"},
-        {"zarr.json": '{"zarr_format": 3, "node_type": "group", "attributes": {}}', "buckets/x": "mine"},
-        {"zarr.json": '{"attributes": {"leandit": {"format_version": 99}}}', "buckets/x": "mine"},
-    ],
-    ids=["a file in its place", "folders of the same names", "another zarr group", "a later format"],
-)
 def test_a_foreign_folder_is_refused_and_untouched(
-    theirs: dict[str, str], encode: Encode, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    encode: Encode, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline, "load_encoders", lambda *_: pytest.fail("encoders are loaded too early"))
-    for name, text in theirs.items():
-        write_file(tmp_path / "store" / name, text)
+    write_file(tmp_path / "file", "mine")
+    write_file(tmp_path / "names/buckets/mine.txt", "mine")
+    write_file(tmp_path / "group/zarr.json", '{"zarr_format": 3, "node_type": "group", "attributes": {}}')
+    write_file(tmp_path / "later/zarr.json", '{"attributes": {"leandit": {"format_version": 99}}}')
     before = tree_digest(tmp_path)
-    with pytest.raises(StoreError, match="store"):
-        encode(caption_recipe(), few, tmp_path / "store")
+    for name in ("file", "names", "group", "later"):
+        with pytest.raises(StoreError, match="store"):
+            encode(caption_recipe(), few, tmp_path / name)
     assert tree_digest(tmp_path) == before
 
 

@@ -122,20 +122,8 @@ def test_tiles_give_nearly_what_the_whole_image_gives(family: str, tile_px: int,
     np.testing.assert_array_equal(found, tiled.encode(batch))
 
 
-def tear(name: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        (folder / name).write_bytes((folder / name).read_bytes()[:1000])
-
-    return change
-
-
-def lose(name: str, weight: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        weights = load_file(folder / name)
-        del weights[weight]
-        save_file(weights, folder / name, {"format": "pt"})
-
-    return change
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:1000])
 
 
 def only_bin(folder: Path) -> None:
@@ -149,17 +137,12 @@ def wrong_shape(folder: Path) -> None:
 
 
 config_with = partial(set_json, "config.json")
-Q = "encoder.block.0.layer.0.SelfAttention.q.weight"
 UNUSABLE: list[tuple[str, Callable[[Path], Any], str]] = [
     ("vae", drop_files(WEIGHTS), r"no weights 'diffusion_pytorch_model.*found: config.json"),
-    ("vae", drop_files("config.json"), r"no 'config.json'"),
     ("vae", only_bin, r"no weights.*diffusion_pytorch_model\.bin.*[Oo]nly safetensors"),
-    ("vae", tear(WEIGHTS), "cannot be loaded: 1000 bytes.*Fetch it again"),
-    ("vae", lose(WEIGHTS, "encoder.conv_in.weight"), r"cannot be loaded|weights|conv_in"),
+    ("vae", lambda folder: cut(folder / WEIGHTS), "cannot be loaded: 1000 bytes.*Fetch it again"),
     ("vae", wrong_shape, "cannot be loaded"),
-    ("vae", lambda folder: write_file(folder / "config.json", '{"_class_name": '), "not valid JSON"),
     ("vae", config_with(_class_name="UNet2DModel"), r"says 'UNet2DModel', expected AutoencoderKL, "),
-    ("vae", config_with(_class_name=None), r"expected AutoencoderKL, "),
     ("vae", config_with(in_channels=4), r"encodes 4 channels, expected 3"),
     ("vae", config_with(scaling_factor=None), r"no 'scaling_factor'"),
     ("vae", config_with(scaling_factor=0), r"not above 0"),
@@ -168,7 +151,6 @@ UNUSABLE: list[tuple[str, Callable[[Path], Any], str]] = [
     ("vae", config_with(latents_std=None), r"one of 'latents_mean' and 'latents_std'"),
     ("vae", config_with(shift_factor=0.1), r"'latents_mean' and 'shift_factor', expected one"),
     ("vae", config_with(use_quant_conv=False), r"hold 'quant_conv\.bias', which its config\.json has no place for"),
-    ("t5", drop_files("model.safetensors"), "no weights"),
     ("t5", drop_files("tokenizer.json", "tokenizer_config.json"), "tokenizer"),
     ("t5", lambda folder: write_file(folder / "tokenizer.json", "{" + ", " * 5000), "tokenizer"),
     (
@@ -177,8 +159,6 @@ UNUSABLE: list[tuple[str, Callable[[Path], Any], str]] = [
     ),
     ("t5", config_with(model_type="bert"), r"says 'bert', expected 't5'"),
     ("t5", config_with(vocab_size=32128), r"tokenizer knows 2\d tokens, the encoder 32128.*do not belong together"),
-    ("t5", tear("model.safetensors"), "cannot be loaded"),
-    ("t5", lose("model.safetensors", Q), "cannot be loaded|weights|SelfAttention"),
 ]
 
 

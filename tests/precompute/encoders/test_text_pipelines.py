@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +45,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         "mistral_right": partial(save_mistral3, padding_side="right"),
         "gemma2": save_gemma2,
     }
-    folders: dict[str, Path] = {}
 
+    @cache
     def get(name: str) -> Path:
-        if name not in folders:
-            folders[name] = tmp_path_factory.mktemp(name)
-            makers[name](folders[name])
-        return folders[name]
+        makers[name](folder := tmp_path_factory.mktemp(name))
+        return folder
 
     return get
 

@@ -326,8 +326,6 @@ REFUSED: list[tuple[str, Callable[[Made], Any], str]] = [
         lambda made: torch.save(Evil(made.source.parent / "mark"), made.source / STATISTICS),
         NO_STATISTICS,
     ),
-    ("lightningdit", lambda made: torch.save({"mean": torch.zeros(3)}, made.source / STATISTICS), NO_STATISTICS),
-    ("lightningdit", write(STATISTICS, None), NO_STATISTICS),
     ("lightningdit", lambda made: cut(made.source / SAFETENSORS, 5000), rf"shard '{SAFETENSORS}' cannot be opened"),
     ("edm2 folder", write(DATASET, "["), DATASET),
     ("edm2 folder", write(DATASET, '{"labels": [1]}'), DATASET),
@@ -337,7 +335,6 @@ REFUSED: list[tuple[str, Callable[[Made], Any], str]] = [
     ("mds", change(INDEX, '"format": "mds"', '"format": "jsonl"'), "expected mds"),
     ("mds", change(INDEX, '"bytes", "nd', '"pkl", "nd'), "pickled ones are refused"),
     ("mds", change(INDEX, '"latents_256"', '"other"'), r"layout\.latents"),
-    ("mds", change(INDEX, '"column_names": ["caption"', '"column_names": [5'), "not text"),
     ("mlperf-flux", lambda made: cut(made.source / ARROW, 5000), NO_ARROW),
     ("mlperf-flux", write(ARROW, "no Arrow stream at all"), NO_ARROW),
     (
@@ -345,7 +342,6 @@ REFUSED: list[tuple[str, Callable[[Made], Any], str]] = [
         lambda made: write_arrow(made.source / ARROW, pa.table({"__key__": ["x"]})),
         "no column '.*__key__",
     ),
-    ("mlperf-flux", write("state.json", None), r"state\.json.*missing"),
     (
         "mlperf-flux",
         lambda made: np.save(made.source / "empty_encodings/t5_empty.npy", noise(0, 1, 5, 16)),
@@ -356,7 +352,6 @@ REFUSED: list[tuple[str, Callable[[Made], Any], str]] = [
     ("nemo", write(NEMO, '{"model_type": "flux", "shards": 3}'), "needs 'shards'"),
     ("nemo", write(NEMO, '{"model_type": "flux", "shards": ["../m.json"]}'), OUTSIDE),
     ("nemo", write("metadata_shard_0000.json", "{}"), "needs a list"),
-    ("nemo", write("metadata_shard_0001.json", None), r"'metadata_shard_0001\.json' cannot be read"),
 ]
 
 
@@ -389,13 +384,10 @@ def test_settings_that_cannot_be_are_refused(kind: str, settings: list[str], mat
     assert not (tmp_path / "store").exists()
 
 
-NO_TENSOR = "0 tensors whose name ends in 'y_embedding'"
 NULLS: dict[str, tuple[Any, str]] = {
     "none": (None, r"replaces some by a null caption of shape \(12, 16\).*--null"),
     "short": (noise(0, 5, 16), r"shape \(5, 16\); expected finite numbers of shape \(12, 16\)"),
     "evil": (Evil, "objects other than tensors"),
-    "a tensor": (torch.zeros(12, 16), NO_TENSOR),
-    "a list": ({"y_embedding": [1.0, 2.0]}, NO_TENSOR),
 }
 
 

@@ -23,7 +23,7 @@ from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.revisions.catalog import read_manifest
 from leandit.datasets.store import LatentStore
 from leandit.precompute import pipeline
-from leandit.precompute.config import PrecomputeRecipe, load
+from leandit.precompute.config import load
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.precompute.planning.self_check import NUM_IMAGES
 from leandit.tools.inspection.store_facts import StoreFacts
@@ -57,17 +57,9 @@ class Run:
     said: list[str] = field(default_factory=list)
 
     def go(self, vae: Path, *overrides: str, source: Path | None = None) -> Manifest:
-        settings = [f"vae.model={vae}", "images.resolution=32", "vae.batch_size=8", *overrides]
-        recipe: PrecomputeRecipe = load("imagenet-256", settings)
-        report = pipeline.precompute(
-            recipe,
-            source_path=source or self.root / "train",
-            store_path=self.root / "store",
-            device=CPU,
-            progress=no_progress,
-            say=self.said.append,
-        )
-        return report.manifest
+        recipe = load("imagenet-256", [f"vae.model={vae}", "images.resolution=32", "vae.batch_size=8", *overrides])
+        where = {"source_path": source or self.root / "train", "store_path": self.root / "store", "device": CPU}
+        return pipeline.precompute(recipe, **where, progress=no_progress, say=self.said.append).manifest
 
 
 @pytest.fixture

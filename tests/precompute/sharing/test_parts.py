@@ -43,13 +43,9 @@ from leandit.precompute.sharing.part import part_of
 
 
 @pytest.fixture(autouse=True)
-def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 2)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_shards_and_nothing_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Encoders are loaded once, images decoded in the process itself: a forked child shares no decoder either."""
+    monkeypatch.setattr("leandit.datasets.format.row_layout.MAX_SHARD_ROWS", 2)
     monkeypatch.setattr(pipeline, "load_encoders", lambda recipe, device: loaded_encoders(recipe.vae, recipe.text))
     monkeypatch.setattr(pipeline, "Decoders", InProcessDecoders)
 
@@ -125,7 +121,6 @@ def test_a_lease_is_held_by_one_and_free_when_it_is_given_back_or_its_owner_died
 def seconds_until_taken(path: Path) -> float:
     lease, start = Lease(path), time.monotonic()
     while not lease.take():
-        assert time.monotonic() - start < 240
         time.sleep(0.05)
     lease.release()
     return time.monotonic() - start

@@ -70,7 +70,7 @@ NO_LISTS, NO_CAPTIONS = "without the lists 'images' and 'annotations'", "annotat
 A_ROW = '[{"path": "a.png"}'
 REFUSED: list[tuple[str, str, bytes | str, str]] = [  # kind, name and content of the file that is given, and the error
     ("auto", "nowhere/", "", r"nowhere.*no such file or folder.*--source"),
-    *((kind, "./notes.txt", "", NO_IMAGES) for kind in ("auto", "webdataset")),
+    ("auto", "./notes.txt", "", NO_IMAGES),
     ("imagefolder", "a.png", png(), r"a\.png.*a file; expected a folder"),
     # No source, and what to do.
     ("auto", "x.xyz", "hello", rf"of no known kind.*{ANY}"),
@@ -80,11 +80,10 @@ REFUSED: list[tuple[str, str, bytes | str, str]] = [  # kind, name and content o
     ("auto", "photos.tar", GZIP, rf"compressed.*gunzip.*{ANY}"),
     ("auto", "model.pkl", b"\x80\x04", rf"a pickle is never opened.*{ANY}"),
     ("auto", "data.bin", b"", rf"an empty file.*{ANY}"),
-    ("auto", "data.h5", b"\x89HDF\r\n\x1a\n", rf"of no known kind.*to Parquet.*{ANY}"),
     ("auto", "data.tar", b"version https://git-lfs.github.com", rf"pointer of Git LFS.*git lfs pull.*{ANY}"),
     # Parquet, and lists of JSON that are damaged.
-    *(("auto", "./odd.parquet", content, PARQUET) for content in (b"", b"PAR1" * 100)),
-    *(("auto", "./data_info.json", f"{A_ROW}{rest}", LIST) for rest in ("", ' {"path": "b.png"}]', ", 7]")),
+    ("auto", "./odd.parquet", b"PAR1" * 100, PARQUET),
+    ("auto", "./data_info.json", f"{A_ROW}, 7]", LIST),
     ("auto", "./data_info.json", "[" * 100_000, LIST),
     ("auto", "./data_info.json", f'{A_ROW}, {{"path": "' + "x" * (formats.MAX_ROW_BYTES + (2 << 20)), LIST),
     # JSON of another form.
@@ -93,7 +92,6 @@ REFUSED: list[tuple[str, str, bytes | str, str]] = [  # kind, name and content o
         *("auto", "list.json", '{"images": [{"id": 7, "file_name": "a.jpg"}], "annotations": [{"image_id": 7}]}'),
         NO_CAPTIONS,
     ),
-    ("auto", "list.json", '{"images": [7], "annotations": []}', r"list\.json"),
     ("auto", "list.json", '{"rows": []}', "a list of rows"),
     # Tables of text.
     (
