@@ -216,9 +216,14 @@ def test_where_folders_cannot_be_locked_nobody_is_kept_away(tmp_path: Path, monk
         pass
 
 
-def test_a_lost_checkpoint_is_told(stores: dict[str, Path], tmp_path: Path) -> None:
+def test_damaged_metrics_are_named_and_a_lost_checkpoint_is_told(stores: dict[str, Path], tmp_path: Path) -> None:
     run, said = tmp_path / "run", list[str]()
     run_to(constant_steps(2, EVERY), stores["dit-s-4"], run)
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b"\xff\x00\n")
+    with pytest.raises(DamageError, match=r"metrics.jsonl': line 3 is not a report"):
+        run_to(constant_steps(3, EVERY), stores["dit-s-4"], run)
+    (run / "metrics.jsonl").unlink()
     for path in checkpoint.find(checkpoint.CHECKPOINT, run):
         shutil.rmtree(path)
     run_to(constant_steps(3, EVERY), stores["dit-s-4"], run, said=said)

@@ -126,6 +126,7 @@ def test_a_file_url_is_a_path(leandit: Leandit, label_store: LatentStore, tmp_pa
     (tmp_path / "a store").symlink_to(label_store.path)
     ended = leandit("inspect", f"file://{tmp_path}/a%20store", "--json")
     assert (ended.code, json.loads(ended.out)["store"]) == (0, f"{tmp_path}/a store")
+    assert leandit("sample", "file://elsewhere/run", "--out", "there").code == 2
 
 
 MISTAKES = {  # the command, its exit code, and what its line begins with and holds
@@ -525,6 +526,16 @@ def test_what_to_run_next_is_named(class_folder: Path, leandit: Leandit, monkeyp
     verify, _ = next_of(leandit("compact", store, "--out", "new"))
     assert leandit(*verify).code == 0
     assert next_of(leandit("--quiet", *verify, "--quick")) == []
+
+
+def test_an_export_that_holds_the_model_is_named(caption_store: LatentStore, leandit: Leandit) -> None:
+    changes = [*TRAIN_RECIPE, "model.name=DiT-S/2", "conditioning.kind=caption", "conditioning.drop=0"]
+    sample, _ = next_of(leandit("train", "demo", "--store", caption_store.path, "--run", "run", *settings(changes)))
+    assert sample == ["sample", "run", "--out", "run-samples", "--guidance", "1"], "it has not learned the null caption"
+    _, export = next_of(leandit(*sample, "--steps", 1))
+    assert export == ["export", "run", "--out", "run-official", "--format", "official"], "a DiT of captions"
+    assert leandit(*export).code == 0
+    assert [words[0] for words in next_of(leandit(*sample, "--steps", 1))] == ["report"], "the folder is there"
 
 
 def next_of(ended: Ended) -> list[list[str]]:

@@ -113,6 +113,17 @@ def test_adapters_compute_what_the_run_does(
     assert "rank 4, alpha 6" in card
 
 
+def test_adapters_of_a_run_say_that_it_is_exported_too(
+    whole: dict[str, Path], runs: dict[str, Path], store_of: dict[str, LatentStore], tmp_path: Path
+) -> None:
+    base = whole["pixart-tiny"]
+    settings = [f"model.init_from={base}", "lora.rank=2", "run.steps=1", "schedule.warmup_steps=0"]
+    run_to(train_recipe("pixart-tiny", *settings), store_of["pixart-tiny"], tmp_path / "run")
+    said = [export(run, tmp_path / f"{n}")["notes"] for n, run in enumerate((tmp_path / "run", runs["pixart-tiny"]))]
+    wanted = f"'leandit export {base} --step 2 --out FOLDER'"
+    assert [any(wanted in note for note in notes) for notes in said] == [True, False]
+
+
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_merged_export_is_a_whole_model(name: str, runs: dict[str, Path], tmp_path: Path) -> None:
     made = export(runs[name], tmp_path / "out", merged=True)

@@ -24,6 +24,7 @@ from leandit.tools.inspection.images import (
     CELL_PX,
     FRAME,
     MARGIN_PX,
+    Cell,
     draw_sheet,
     read_originals,
     reject_cells,
@@ -182,6 +183,14 @@ def test_a_sheet_of_nothing_is_refused(asked: dict[str, Any], label_store: Laten
     with pytest.raises(LeanditError):
         draw(label_store, tmp_path / "sheet.png", **asked)
     assert not (tmp_path / "sheet.png").exists()
+
+
+@pytest.mark.parametrize("text", ["word " * 100, "W" * 30 + " i", ""])
+def test_captions_and_keys_stay_inside_their_cell(text: str) -> None:
+    pixels = np.asarray(draw_sheet([Cell(np.zeros((4, 4, 3), np.uint8), text, text.replace(" ", ""))] * 2, columns=2))
+    left, right = MARGIN_PX + CELL_PX, MARGIN_PX + CELL_PX + MARGIN_PX
+    assert (pixels[:, left + 1 : right - 1] == 255).all()  # nothing between two cells
+    assert (pixels[:, -MARGIN_PX + 1 :] == 255).all()
 
 
 def test_originals_and_rejects_are_drawn(label_store: LatentStore, class_folder: Path, tmp_path: Path) -> None:

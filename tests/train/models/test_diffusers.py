@@ -175,6 +175,11 @@ def test_positions_have_the_published_scale() -> None:
             assert diffusers_config(spec)["interpolation_scale"] == scale
 
 
+def test_images_beyond_the_table_of_positions_are_refused() -> None:
+    with pytest.raises(RecipeError, match=r"34 x 4 tokens.*16 a side"):
+        build_model(SD3, seed=0)(*inputs(SD3, 68, 8))
+
+
 def xavier(rows: int, columns: int) -> float:
     return (2 / (rows + columns)) ** 0.5
 

@@ -229,6 +229,7 @@ DISPERSIVE, TREAD = "objective.dispersive_weight=0.5", "routing.kind=tread"
         (("align.clip.block=1",), r"no image feature 'clip' .available: dino.*features\.clip"),
         (("align.dino.block=3",), r"align\.dino\.block 3: model 'DiT-S/1' has 2 blocks"),
         ((TREAD,), r"routing\.first_block 3, routing\.last_block 0: the model has 2 blocks"),
+        ((DISPERSIVE, "objective.dispersive_block=7"), "has 2 blocks"),
         ((DISPERSIVE, TREAD, *ROUTED), r"objective\.dispersive_block 1: .*some skip the blocks 1 to 1"),
         ((TREAD, "routing.path_drop=0.1"), 'path_drop needs kind = "sprint"'),
         ((TREAD, *ROUTED, "model.value_residual=true"), "first_block 1 has only the values"),

@@ -111,6 +111,7 @@ def test_a_file_that_is_no_checkpoint_is_refused_and_nothing_of_it_is_run(tmp_pa
     torch.save({"model": {"a": 3}}, tmp_path / "numbers.pt")
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(content))
     (tmp_path / "short.pt").write_bytes(b"PK")
+    (tmp_path / "empty.pt").write_bytes(b"")
     (tmp_path / "short.safetensors").write_bytes(b"\xff" * 20)
     for name in (*sorted(path.name for path in tmp_path.iterdir()), "no.pt"):
         with pytest.raises((RunError, DamageError), match=name):

@@ -229,6 +229,14 @@ def test_too_many_waiting_requests_are_refused(label_store: LatentStore, monkeyp
     assert {answer.headers.get("retry-after") for answer in answers if answer.status_code == 503} == {"1"}
 
 
+def test_a_store_that_is_removed_while_it_is_shown_is_said(label_store: LatentStore, tmp_path: Path) -> None:
+    store = LatentStore(shutil.copytree(label_store.path, tmp_path / "store"))
+    with client(site(store)) as web:
+        shutil.rmtree(store.path)
+        for path in ("image/0", "channel/0/0", "record/0"):
+            assert 'role="alert"' in web.get(f"{ROOT}/{path}").text, path
+
+
 WITH_HUB = """
 import sys, pytest
 from hub_server import use_hub
