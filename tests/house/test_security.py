@@ -240,7 +240,7 @@ OF_ARRAY = {"shape": ([], [5, 8, 64]), "dtype": ("|O", "float32"), "codec": ("nu
 OF_ARRAY |= {"shard_rows": (0,), "path": ("buckets/64x64/features/x/cls", "../../x", "buckets/9999x9999/moments")}
 OF_ARRAY |= {"ranges": ([], [[1, 0, 5], [1, 0, 5]], [[1, 0, 2], [1, 3, 5]], [[2, 0, 5]], [[1, -5, 5]])}
 OF_INDEX = {"rows": (10**6, -1, None), "records": (10**6, -1), "labels": (10**6, -2), "caption_ids": (10**6,)}
-OF_INDEX |= {"caption_starts": (-5, 2**31 - 1), "caption_start": (10**6, -1), "caption_length": (2**31 - 1, -1)}
+OF_INDEX |= {"caption_starts": (-5, 2**31 - 1), "caption_start": (10**6, -1), "caption_length": (2**31 - 1, -1, None)}
 OF_RECORDS = {"caption_ids": ([10**6], [-1], [None]), "row": (10**6, -7, None), "key": (None,)}
 OF_RECORDS |= {"revision": (2**31 - 1,), "label": (-(2**63),), "bucket": ("../x", "9999999x9999999")}
 OF_MANIFEST = {"buckets": ({"../x": 1}, {"9999999x9999999": 1}, {"64x64": -1}), "revision": (HUGE,)}
@@ -453,7 +453,12 @@ def test_any_json_of_a_store_with_wrong_types_is_refused_or_harmless(
     assert "other numbers" not in outcomes or name in COMMITS
 
 
-OF_PLAN = [("records", "row", HUGE), ("records", "bucket", "../x"), ("records", "bucket", None)]
+OF_PLAN = [
+    ("records", "row", HUGE),
+    ("records", "bucket", "../x"),
+    ("records", "bucket", None),
+    ("records", "bucket", "1x1"),
+]
 OF_PLAN += [("records", "caption_ids", [99]), ("captions", "num_tokens", 2**31 - 1), ("captions", "num_tokens", -1)]
 
 
@@ -828,7 +833,7 @@ BY_KIND = {
         "empty tokenizer": written("tokenizer.json", "{}"),
         "wrong tokenizer": set_in("tokenizer.json", "model", 7),
         "long tokenizer": long_file("tokenizer.json"),
-        **of_config({"d_model": ("x",), "num_heads": (0,), "model_type": ("evil",)}),
+        **of_config({"d_model": ("x",), "num_heads": (0,), "vocab_size": (1.5,), "model_type": ("evil",)}),
     },
     "dinov2": {
         "no preprocessor": lambda folder: (folder / "preprocessor_config.json").unlink(),
