@@ -162,42 +162,28 @@ def assert_close(found: np.ndarray, wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "bucket"),
-    [(name, bucket) for name in MODELS for bucket in BUCKETS if name == "dinov2" or bucket == BUCKETS[-1]],
-    ids=str,
-)
-def test_patches_are_repas_for_every_model_and_bucket(
-    name: str, bucket: tuple[int, int], saved: dict[str, Path]
-) -> None:
-    encoder, batch = encoder_of(saved[name]), pixels(*bucket)
-    spec, grid = encoder.spec(), (bucket[0] // 16, bucket[1] // 16)
-    assert spec.grid(*bucket) == grid
-    assert (spec.patch_px, spec.resolution_px) == ((16, 64) if name == "dinov3" else (14, 56))
-    assert (spec.output, spec.layer, spec.width, spec.images_px, spec.dtype) == ("patches", -1, 32, 64, "float16")
-    states, num_prefix = reference(name, saved[name], batch, grid)
-    (found,) = encoder.encode(batch)
-    assert found.shape == (2, grid[0] * grid[1], 32)
-    assert_close(found, states[-1][:, num_prefix:])
-
-
-@pytest.mark.parametrize(
-    ("name", "layer"),
+    ("name", "bucket", "layer"),
     [
-        *(("dinov2", layer) for layer in (0, 1, 2, NUM_BLOCKS, -1)),
-        *((name, layer) for name in ("dinov2 with registers", "dinov3", "clip") for layer in (1, -1)),
+        *((name, BUCKETS[-1], -1) for name in MODELS),
+        *(("dinov2", bucket, layer) for bucket, layer in zip(BUCKETS, (-1, 0, 1), strict=True)),
+        *((name, BUCKETS[0], NUM_BLOCKS - 1) for name in ("dinov2 with registers", "dinov3", "clip")),
     ],
 )
-def test_a_layer_and_the_class_token_are_those_of_the_whole_model(
-    name: str, layer: int, saved: dict[str, Path]
+def test_patches_and_class_tokens_are_repas_for_every_model_bucket_and_layer(
+    name: str, bucket: tuple[int, int], layer: int, saved: dict[str, Path]
 ) -> None:
-    batch = pixels(48, 80)
-    states, num_prefix = reference(name, saved[name], batch, (3, 5))
-    wanted = {"patches": states[layer][:, num_prefix:], "cls": states[layer][:, 0]}
-    for output, parts in {"both": ("patches", "cls"), "cls": ("cls",)}.items():
-        found = encoder_of(saved[name], layer=layer, output=output).encode(batch)
-        assert len(found) == len(parts)
-        for array, part in zip(found, parts, strict=True):
-            assert_close(array, wanted[part])
+    parts = ["patches"] if "siglip" in name else ["both", "patches", "cls"]
+    encoders = {output: encoder_of(saved[name], layer=layer, output=output) for output in parts}
+    spec, grid, batch = encoders["patches"].spec(), (bucket[0] // 16, bucket[1] // 16), pixels(*bucket)
+    assert spec.grid(*bucket) == grid
+    assert (spec.patch_px, spec.resolution_px) == ((16, 64) if name == "dinov3" else (14, 56))
+    assert (spec.output, spec.layer, spec.width, spec.images_px, spec.dtype) == ("patches", layer, 32, 64, "float16")
+    states, num_prefix = reference(name, saved[name], batch, grid)
+    patches, cls = states[layer][:, num_prefix:], states[layer][:, 0]
+    wanted = {"both": (patches, cls), "patches": (patches,), "cls": (cls,)}
+    for output, encoder in encoders.items():
+        for found, tokens in zip(encoder.encode(batch), wanted[output], strict=True):
+            assert_close(found, tokens)
 
 
 def test_the_embedding_of_a_clip_is_that_of_transformers_and_stored_as_a_class_token(saved: dict[str, Path]) -> None:
@@ -219,9 +205,8 @@ def test_the_embedding_of_a_clip_is_that_of_transformers_and_stored_as_a_class_t
 def test_encoding_in_float32_leaves_the_arithmetic_as_it_was(
     name: str, saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "leandit.precompute.encoders.vision.features.arithmetic", lambda dtype, device: dtype
-    )  # as on a GPU
+    as_on_a_gpu = "leandit.precompute.encoders.vision.features.arithmetic"
+    monkeypatch.setattr(as_on_a_gpu, lambda dtype, device: dtype)
     low, high = encoder_of(saved[name], encoder_dtype="bfloat16", output="both"), encoder_of(saved[name], output="both")
     batch = pixels(48, 80, 3)
     before, exact = low.encode(batch), high.encode(batch)
@@ -301,14 +286,9 @@ def test_a_choice_that_the_model_does_not_have_is_refused(
         encoder_of(saved[name], **choice)
 
 
-def cosines(tokens: np.ndarray) -> np.ndarray:
-    """Of each token with its int8 form."""
-    rows = tokens.reshape(-1, 1, tokens.shape[-1])
-    return np.array([quality(row, narrow(row, "int8"), "int8")[0] for row in rows])
-
-
 @pytest.mark.parametrize(("factor", "median"), [(5, 0.99994), (10, 0.9998), (20, 0.9993), (100, 0.998)])
 def test_int8_bears_a_channel_that_is_much_larger_than_the_others(factor: int, median: float) -> None:
-    tokens = np.random.default_rng(0).standard_normal((256, 768)).astype(np.float32)
-    tokens[:, 7] = factor  # a massive activation
-    assert 1 - np.median(cosines(tokens)) == pytest.approx(1 - median, rel=0.2)  # the figures of docs/features.md
+    tokens = np.random.default_rng(0).standard_normal((256, 1, 768)).astype(np.float32)
+    tokens[..., 7] = factor  # a massive activation
+    cosines = [quality(row, narrow(row, "int8"), "int8")[0] for row in tokens]
+    assert 1 - np.median(cosines) == pytest.approx(1 - median, rel=0.2)  # the figures of docs/features.md
