@@ -15,7 +15,7 @@ import pytest
 import typer
 from making import CPU, TRAIN_RECIPE, all_commands
 
-from leandit.datasets.recipe import Section, shipped_recipes
+from leandit.datasets.recipe import Section
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.importing.recipe import ImportRecipe
@@ -70,12 +70,6 @@ def test_every_recipe_key_is_listed_with_its_default_and_meaning(
             for table in get_args(of_key.annotation):  # the sections of a list
                 fields = table.model_fields.keys() - inner.model_fields if hasattr(table, "model_fields") else ()
                 assert [name for name in fields if f"{section}.{key}.{name} = " not in listed] == []
-
-
-@pytest.mark.parametrize("package", ["leandit.precompute", "leandit.train"])
-def test_every_shipped_recipe_says_its_command(package: str) -> None:
-    for name, text in shipped_recipes(package).items():
-        assert text.startswith(f"# leandit {package.split('.')[1]} {name} "), name
 
 
 def test_the_commands_shown_exist_with_their_options() -> None:

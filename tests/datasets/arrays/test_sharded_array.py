@@ -252,23 +252,6 @@ def test_a_flip_of_any_bit_of_the_index_and_a_cut_shard_are_found(codec: str, tm
         ShardFile(path, layout, 4)
 
 
-def test_a_flip_of_any_byte_of_a_compressed_chunk_is_found(tmp_path: Path) -> None:
-    layout = small_array("zstd", rows=4)
-    values = array_values(layout)
-    write_array(tmp_path, layout, values)
-    path = tmp_path / layout.shard_path(0)
-    good = path.read_bytes()
-    index = np.frombuffer(good[-SHARD_ROWS * 16 - 4 : -4], "<u8").reshape(-1, 2).astype(int)
-    for position in range(index[2, 0], index[2].sum()):
-        bad = bytearray(good)
-        bad[position] ^= 0x10
-        path.write_bytes(bad)
-        array = ShardedArray(ShardFolder(tmp_path), layout)
-        with pytest.raises(DamageError, match="chunk 2 "):
-            array.take([0, 2])
-        np.testing.assert_array_equal(array[1], values[1])  # the neighbours are whole
-
-
 @pytest.mark.parametrize(("codec", "way"), [("zstd", "window"), *(("none", way) for way in WAYS)])
 @pytest.mark.parametrize("empty", [0, 3])
 def test_a_shard_with_a_dropped_chunk_is_read_right(

@@ -84,18 +84,6 @@ def test_a_mixture_or_stages_that_cannot_be_are_refused() -> None:
             Stages(stages)
 
 
-@given(st.lists(st.integers(1, 20), max_size=4))
-def test_each_stage_begins_at_its_own_first_batch_and_has_its_length(lengths: list[int]) -> None:
-    stages = Stages([*((plan, length) for plan, length in zip([A, B, C, A], lengths, strict=False)), (B, None)])
-    wanted = [(stage, number) for stage, length in enumerate([*lengths, 30]) for number in range(length)]
-    assert [stages.part_of(number) for number in range(len(wanted))] == wanted
-    plans = stages.plans
-    alone = [plan.batches(0, length) for plan, length in zip(plans, [*lengths, 30], strict=True)]
-    got = values(stages.batches(0, len(wanted)))
-    assert got == [(stage, *values([alone[stage][number]])[0][1:]) for stage, number in wanted]
-    assert values(stages.batches(7, len(wanted) - 7)) == got[7:]  # from the middle of a stage, across the next
-
-
 @given(orders, st.integers(0, 60), st.integers(0, 30))
 def test_the_batches_of_any_order_are_those_one_by_one(order: BatchOrder, first: int, count: int) -> None:
     alone = [order.batch_at(number) for number in reversed(range(first, first + count))]
