@@ -159,24 +159,18 @@ def start(work: Callable[[], Any], *, failpoint: Failpoint | None = None, own_se
 def processes_of_session(session: int) -> list[int]:
     """Processes that still live in a session, whatever their group."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # ended since
-        if int(fields[3]) == session and fields[0] not in "ZX":
-            found.append(int(path.parent.name))
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # ended since
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
     return found
 
 
 def descendants_of(pid: int) -> list[int]:
     """Processes that a process has started, and those that they have."""
-    found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # it has ended
-            for child in map(int, path.read_text().split()):
-                found += [child, *descendants_of(child)]
-    return found
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return []
 
 
 def gone_within(pid: int, seconds: float) -> bool:
