@@ -203,8 +203,8 @@ class TextSection(Section):
             raise ValueError("padding_side needs full_length = true; without it nothing is padded but the null caption")
         if self.attend_padding and not (self.full_length and self.kind in ("none", "t5", "umt5", "causal_lm")):
             raise ValueError(
-                "attend_padding needs full_length = true, and kind t5, umt5 or causal_lm, because padding that is not "
-                "computed cannot be seen"
+                "attend_padding needs full_length = true, and kind t5, umt5 or causal_lm, because uncomputed "
+                "padding cannot be attended to"
             )
         return self
 

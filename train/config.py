@@ -306,7 +306,7 @@ def _contradictions(recipe: TrainRecipe) -> Iterator[str]:
     if recipe.optimizer.lr_base_batch and recipe.data.batch_tokens:
         yield "optimizer.lr_base_batch scales by run.global_batch, which data.batch_tokens replaces"
     if not recipe.lora.rank and (recipe.lora.alpha or recipe.lora.targets):
-        yield "lora: alpha and targets are keys of adapters; set rank above 0"
+        yield "lora: alpha and targets apply to adapters; set rank above 0"
     if recipe.optimizer.name == "came" and len(recipe.optimizer.betas) != 3:
         yield 'optimizer.betas: "came" needs three, such as [0.9, 0.999, 0.9999]'
     if len({f"{length:g}" for length in recipe.ema.lengths}) < len(recipe.ema.lengths):

@@ -116,7 +116,7 @@ def _train(
         except torch.OutOfMemoryError as error:
             raise ResourceError(
                 f"device '{device}': out of memory in step {run.step + 1}. Use a smaller run.microbatch, "
-                "run.activation_checkpointing or parallel.strategy 'fsdp'; 'leandit plan train' says what fits."
+                "run.activation_checkpointing or parallel.strategy 'fsdp'; 'leandit plan train' shows what fits."
             ) from error
         return Outcome(
             step=run.step,

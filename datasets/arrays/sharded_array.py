@@ -178,7 +178,7 @@ class ShardedArray:
 
         Args:
           starts, lengths: (B,) integers.
-          out: (lengths.sum(), ...), as of ``take``.
+          out: (lengths.sum(), ...), as in ``take``.
         Returns: (lengths.sum(), ...).
         """
         starts, lengths = (np.asarray(one, np.int64) for one in (starts, lengths))

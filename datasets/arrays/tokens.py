@@ -101,7 +101,7 @@ class CaptionTokens:
         return widen(self.stored_at(int(self.starts[caption_id]), int(self.lengths[caption_id])), self.spec.dtype)
 
     def pooled_vector(self, caption_id: int) -> np.ndarray:
-        """The pooled vector of a caption, (P,); dtype as of ``__getitem__``."""
+        """The pooled vector of a caption, (P,); dtype as in ``__getitem__``."""
         row = self.pooled[int(self.pooled_rows[caption_id])]
         return widen(StoredTokens(row[None], None), self.spec.pooled_dtype)[0]
 

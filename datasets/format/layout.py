@@ -1,7 +1,7 @@
 """Files of a store, and what one revision adds to it: arrays with shards and chunks, and shard tasks. Pure functions.
 
 All revisions share the arrays at the root: a later one adds rows in shards of its own, or arrays. The manifest and the
-tables of each lie in a folder of its own. Tokens of all captions stand one after the other, so nothing is padded; no
+tables of each are in its own folder. Tokens of all captions follow one another, so nothing is padded; no
 caption straddles two shards, so each shard can be encoded alone, and each caption is one contiguous view.
 """
 

@@ -80,13 +80,13 @@ def resolve_model(
     if folder is not None:
         if TAESD_FILE.fullmatch(folder.name) and not folder.is_dir():
             raise EncoderError(
-                f"{what} '{model}': half of a TAESD, with the names of its publisher. Use the hub id, or a folder, of "
+                f"{what} '{model}': half of a TAESD, in its publisher's layout. Use the hub id, or a folder, of "
                 "both halves as diffusers saves them: madebyollin/taesd, taesdxl, taesd3 or taef1."
             )
         if folder.is_file() or (folder.suffix in SINGLE_FILES and not folder.is_dir()):
             raise EncoderError(
                 f"{what} '{model}': a single file, expected a folder with config.json. Load it with the library that "
-                "made it (of a VAE: diffusers.AutoencoderKL.from_single_file), and save it with save_pretrained."
+                "made it (for a VAE: diffusers.AutoencoderKL.from_single_file), and save it with save_pretrained."
             )
         folder = model_folder(folder, subfolder)
         if not folder.is_dir():

@@ -1,1 +1,1 @@
-"""The ordinary command once a device, on this machine or on a Ray cluster."""
+"""The ordinary command once per device, on this machine or on a Ray cluster."""

@@ -100,7 +100,7 @@ def _encode(words: list[str], environment: dict[str, str], store: str, probe: st
     while not (leases.is_dir() and probe in os.listdir(leases)):
         if time.monotonic() > end:
             message = (
-                f"store '{store}': machine '{machine}' does not see the folder that the command sees. Expected a "
+                f"store '{store}': machine '{machine}' cannot see the command's folder. Expected a "
                 "--store on a file system that all machines of the cluster share."
             )
             return Ended(ResourceError.exit_code, "", message)
@@ -144,7 +144,7 @@ def _connect(address: str) -> Any:
         raise ResourceError("--engine ray: Ray is not installed. Install leandit with its extra 'ray'.") from error
     except (OSError, RuntimeError, ValueError) as error:
         raise ResourceError(
-            f"--engine ray: no cluster answers at '{address}' ({error}). Start one with 'ray start --head', or give "
+            f"--engine ray: no cluster answers at '{address}' ({error}). Start one with 'ray start --head', or pass "
             "its --address."
         ) from error
     finally:

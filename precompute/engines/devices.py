@@ -165,7 +165,7 @@ def supervise(
                     if (now := _commits(store)) != commits:
                         losses, commits = Counter[str](), now
                     losses[name] += 1
-                    what = f"the process on {name} is gone: {_how_it_ended(ended)}"
+                    what = f"the process on {name} died: {_how_it_ended(ended)}"
                     if losses[name] < MAX_LOSSES:
                         say(f"{what}. Restarting it; the others continue")
                         running[pool.submit(runs[name])] = name
@@ -182,8 +182,8 @@ def supervise(
 
 def _how_it_ended(ended: Ended) -> str:
     if ended.code is not None and ended.code < 0:
-        return f"it was ended by signal {-ended.code} ({signal.strsignal(-ended.code)})"
-    return ended.last.removeprefix("leandit: ") or f"it ended with status {ended.code}"
+        return f"it was killed by signal {-ended.code} ({signal.strsignal(-ended.code)})"
+    return ended.last.removeprefix("leandit: ") or f"it exited with status {ended.code}"
 
 
 def _commits(store: Path) -> set[str]:

@@ -177,7 +177,7 @@ def serve(
         except RecordRejected as reject:
             head = {"reject": (reject.stage, reject.reason, reject.detail)}
         except MemoryError:
-            head = {"reject": (job["stage"], "too_large", "more memory than a decoder may take")}
+            head = {"reject": (job["stage"], "too_large", "more memory than a decoder may use")}
         except OSError as error:
             if not is_fault(error):
                 raise

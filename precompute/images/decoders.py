@@ -220,7 +220,7 @@ class Decoders:
             except (RecordRejected, TimeoutError) as error:
                 if self._closed.is_set() or len(patience) == 1:
                     raise
-                LOG.info("image '%s' ended its decoder (%s): trying once more with another", path, error)
+                LOG.info("image '%s' crashed its decoder (%s): retrying once with another", path, error)
                 head, pixels = child.ask(job, data, patience=patience[1])
         except (RecordRejected, ResourceError) as error:
             was_killed = isinstance(error, ResourceError) or error.reason == "decoder_crash"  # starting, or working
@@ -342,8 +342,8 @@ class DecoderProcess:
         except subprocess.TimeoutExpired:
             return "the decoder's answer is not valid"
         if code >= 0:
-            return f"the decoder ended with status {code}"
-        return f"the decoder was ended by signal {-code} ({signal.strsignal(-code)})"
+            return f"the decoder exited with status {code}"
+        return f"the decoder was killed by signal {-code} ({signal.strsignal(-code)})"
 
 
 def _environment() -> dict[str, str]:

@@ -229,7 +229,7 @@ def check_aspect(size: tuple[int, int], beside: tuple[int, int]) -> None:
 def area_means(
     grey: np.ndarray, resized: tuple[int, int], corner: tuple[int, int], shape: tuple[int, int], step_px: int
 ) -> np.ndarray:
-    """Mean grey of the squares of a grid; a pixel that lies in two squares counts with its area in each.
+    """Mean gray of the squares of a grid; a pixel that lies in two squares counts with its area in each.
 
     All sums are integers, so the result is the same on every machine.
 

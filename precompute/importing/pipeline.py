@@ -176,7 +176,7 @@ def check_resumes(root: Path, plan: FrozenPlan, reader: Reader, listing: str) ->
         raise FingerprintMismatch(f"store '{root}': encoded, not imported. Nothing was changed. Use another --store.")
     if differing := differing_settings(plan.spec, reader):
         raise FingerprintMismatch(
-            f"store '{root}': imported with other settings. Nothing was changed. Use those that made it, or give "
+            f"store '{root}': imported with other settings. Nothing was changed. Use those that made it, or "
             "another --store. What differs:" + "".join(f"\n  {field}" for field in differing)
         )
     if plan.listing != listing:

@@ -117,7 +117,7 @@ def reject_outliers(headers: Sequence[ScannedRecord], reader: Reader) -> tuple[C
     kinds = Counter(CommonFormat.of(header, reader.defaults) for header in headers if isinstance(header, RecordHeader))
     if not kinds:
         first = f"; the first: {headers[0]}" if headers else ""
-        raise SourceError(f"source: not one of {len(headers)} records can be imported{first}. Nothing was written.")
+        raise SourceError(f"source: none of {len(headers)} records can be imported{first}. Nothing was written.")
     wanted, classes = kinds.most_common(1)[0][0], reader.recipe.source.num_classes
 
     def checked(header: ScannedRecord) -> ScannedRecord:

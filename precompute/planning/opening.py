@@ -74,7 +74,7 @@ def look_for_plan(root: Path) -> FrozenPlan | None:
             return look_for_plan(root)
         check_store(root)  # raises if it is not a store
         raise StoreError(
-            f"store '{root}': it has neither a plan nor a manifest, so nothing can be added. Nothing was changed. Give "
+            f"store '{root}': it has neither a plan nor a manifest, so nothing can be added. Nothing was changed. Use "
             "another --store."
         )
     return None

@@ -35,7 +35,7 @@ MAX_PSNR_DB = 100.0  # of an image that comes back exactly
 STD_LIMITS = (0.2, 5.0)  # of a channel as the model sees it
 MEAN_LIMIT = 3.0
 CLEARLY_BETTER_DB = 6.0
-NAMED_CHANNELS = 16  # of more, the range is told
+NAMED_CHANNELS = 16  # with more channels, only the range is printed
 STD_KEYS, MEAN_KEYS = "scaling_factor, latents_std", "shift_factor, latents_mean"  # of a VAE's config
 
 
@@ -82,7 +82,7 @@ def check_autoencoder(
         if len(trips) == NUM_IMAGES:
             break
     if not trips:
-        say("self-check: none of the images that were tried can be decoded, so the VAE was not checked")
+        say("self-check: none of the images tried can be decoded, so the VAE was not checked")
         return None
     check = _measure(trips)
     for line in describe(check):
@@ -91,7 +91,7 @@ def check_autoencoder(
     decibels = [image.psnr_db for image in check.images]
     if np.median(decibels) < min_psnr_db:
         raise EncoderError(
-            f"vae.model '{plan.spec.vae.model}': images of the source come back from its decoder with a PSNR "
+            f"vae.model '{plan.spec.vae.model}': images of the source are reconstructed with a PSNR "
             f"of {np.median(decibels):.1f} dB (median of {len(trips)}), expected vae.min_psnr = {min_psnr_db:g}. "
             f"Nothing was written. {unusual or _likely_mistake(trips)} If the VAE is right and has not seen such "
             "images, lower vae.min_psnr; 0 disables the check."
@@ -157,8 +157,8 @@ def describe(check: SelfCheck) -> list[str]:
     """The figures of a self-check, in words."""
     decibels = [image.psnr_db for image in check.images]
     each = ", ".join(f"{value:.1f}" for value in decibels)
-    lines = [f"PSNR of {len(decibels)} images that came back from the VAE: {each} dB"]
-    for name, values in (("mean", check.channel_mean), ("deviation", check.channel_std)):
+    lines = [f"PSNR of {len(decibels)} reconstructed images: {each} dB"]
+    for name, values in (("mean", check.channel_mean), ("standard deviation", check.channel_std)):
         told = ", ".join(f"{value:.2f}" for value in values)
         if len(values) > NAMED_CHANNELS:
             told = f"{min(values):.2f} to {max(values):.2f} in {len(values)} channels"
@@ -171,7 +171,7 @@ def unusual_channels(check: SelfCheck) -> str:
     low, high = STD_LIMITS
     stds, means = np.array(check.channel_std), np.array(check.channel_mean)
     for name, values, is_unusual, expected, limits, keys in (
-        ("deviations", stds, (stds < low) | (stds > high), 1, f"outside {low:g} to {high:g}", STD_KEYS),
+        ("standard deviations", stds, (stds < low) | (stds > high), 1, f"outside {low:g} to {high:g}", STD_KEYS),
         ("means", means, np.abs(means) > MEAN_LIMIT, 0, f"beyond {MEAN_LIMIT:g}", MEAN_KEYS),
     ):
         if count := int(is_unusual.sum()):

@@ -79,7 +79,7 @@ def before_stages(seconds: Mapping[str, float], workers: Workers) -> str:
     """What took time before the stages, in words; of several processes that load at once, the mean.
 
     Args:
-      seconds: as of ``stage_times``.
+      seconds: as in ``stage_times``.
     """
     check = seconds.get(CHECK, 0.0)
     plan = max(0.0, seconds.get(PLAN, 0.0) / workers.num_encoders - check)
@@ -114,7 +114,7 @@ def advice(times: list[StageTime], *, on_cpu: bool, codec: str) -> str:
     return {
         READ: f"{threads} read {rate}: put the source on a faster disk, pack it into tars, or copy it here first",
         DECODE: f"{threads} decode {rate}: give it more cores or more processes, or make the originals smaller",
-        ENCODE: f"the VAE does {rate}: {device} would make it faster",
+        ENCODE: f"the VAE runs at {rate}: {device} would make it faster",
         TEXT: f"captions took {rate}: {text_device} would make them faster",
         WRITE: f"the disk writes {rate}: {uncompressed}put the store on a faster or a local disk",
     }[bound]

@@ -105,9 +105,9 @@ class RejectLimits:
         counts = ", ".join(f"{number} x {reason}" for reason, number in reasons.most_common())
         hints = [hint for reason, hint in HINTS.items() if reason in reasons]
         message = " ".join([f"{what}: {counts}.", *filter(None, [example]), *hints])
-        kept = "" if self._is_planning else " What is encoded is kept; the same command resumes."
+        kept = "" if self._is_planning else " Finished shards are kept; the same command resumes."
         self.problem = self.problem or SourceError(
-            f"{message} Look at the source; if it is right as it is, allow more with --set source.{setting}=...{kept}"
+            f"{message} Check the source; if it is correct, allow more with --set source.{setting}=...{kept}"
         )
 
 

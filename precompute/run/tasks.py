@@ -118,7 +118,7 @@ class ShardRunner(ABC):
         if not writer.num_stored and not plan.before:
             raise SourceError(
                 f"store '{writer.root}': none of {plan.records.num_rows} records could be stored, so it is not sealed. "
-                "Look at one of them in the source; the reasons are in "
+                "Check one of them in the source; the reasons are in "
                 f"'{writer.root / revision_prefix(plan.revision) / COMMITS}'."
             )
         return seal_alone(writer, fill, lambda: progress("others seal", 0, 1))

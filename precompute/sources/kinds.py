@@ -35,18 +35,18 @@ def _not_a_source(name: str, head: bytes) -> str | None:
     if not head:
         return f"an empty file. Sources are {KINDS}."
     if head.startswith(LFS_POINTER):
-        return f"a pointer of Git LFS, not the file itself. Fetch it with 'git lfs pull'. Sources are {KINDS}."
+        return f"a Git LFS pointer, not the file itself. Fetch it with 'git lfs pull'. Sources are {KINDS}."
     if head.startswith(PACKED) and not name.lower().endswith(TABLE_EXTENSIONS):
         return (
             "an archive, or compressed: its images cannot be read one by one. Unpack it once: 'gunzip --keep FILE' "
             f"for WebDataset shards, 'tar -xf FILE' or 'unzip FILE' for folders of images. Sources are {KINDS}."
         )
     if is_image(name):
-        return f"an image. Pass the folder that it lies in. Sources are {KINDS}."
+        return f"an image. Pass its folder. Sources are {KINDS}."
     if head[257:262] == TAR_MAGIC or name.lower().endswith((".tar", *TABLE_EXTENSIONS)):
         return None
     return (
-        "of no known kind. Features that another program has encoded go through 'leandit import'; a pickle is never "
+        "of no known kind. Features encoded by another program go through 'leandit import'; a pickle is never "
         f"opened. Write other images to files, or to Parquet. Sources are {KINDS}."
     )
 

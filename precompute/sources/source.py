@@ -139,7 +139,7 @@ class OpenedSource:
         if other := dict(self.others).get(name):
             return other, inner
         raise SourceError(
-            f"source '{self.name}': the store was planned with another source too, '{name}'. Pass every --source, in "
+            f"source '{self.name}': the store was planned with one more source, '{name}'. Pass every --source, in "
             "the same order."
         )
 

@@ -407,7 +407,7 @@ def test_a_run_refuses_other_revisions_and_root_hashes(grown: dict[int, Path], t
     for revision in (1, 2):
         run_to(growing(2), grown[revision], tmp_path / f"{revision}")
     before = tree_digest(tmp_path)
-    with pytest.raises(RunError, match=r"reads revision 1 .* not 2, and stays there.*model\.init_from="):
+    with pytest.raises(RunError, match=r"reads revision 1 .* not 2, and keeps it.*model\.init_from="):
         run_to(growing(4, 2), grown[2], tmp_path / "1")
     with pytest.raises(RunError, match=r"reads revision 2 .* only 1 now\. Restore it"):
         run_to(growing(4), grown[1], tmp_path / "2")

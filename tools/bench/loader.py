@@ -226,5 +226,5 @@ def render(result: dict[str, Any]) -> Rows:
     if cold := result.get("cold"):
         rows.append(("page cache", f"dropped by posix_fadvise; {cold['disk_mb']:,.1f} MB came from the disk"))
         if not cold["from_disk"]:
-            rows.append(("", "NOT COLD: the store lies in memory, or another process has mapped it"))
+            rows.append(("", "NOT COLD: the store is in memory, or another process has mapped it"))
     return rows

@@ -99,7 +99,7 @@ def check_evaluation(
     with IF_READABLE:
         is_of_classes = is_run(target) and not _newest_state(target)["spec"]["caption_width"]
     if clip and not captions and is_of_classes:
-        raise RecipeError(f"--clip: run '{target}' draws classes. Pass captions with --captions, or leave it out.")
+        raise RecipeError(f"--clip: run '{target}' generates classes. Pass captions with --captions, or leave it out.")
     for what, model in {"--clip": clip, "--features": features}.items():
         if (
             model and model != INCEPTION and local_folder(model) and not Path(model).suffix

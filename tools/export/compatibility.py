@@ -138,7 +138,7 @@ def compatibility_notes(snapshot: Snapshot) -> list[str]:
             )
         return notes
     scalings = [latent] if latent.decoding is None else [latent, latent.decoding]
-    decode = 'Take its latents (output_type="latent"), and decode scale and shift yourself.'
+    decode = 'Request its latents (output_type="latent"), then undo scale and shift and decode yourself.'
     if spec.texts:
         if any(len(set(one.shift)) > 1 or len(set(one.scale)) > 1 for one in scalings):
             notes.append(
@@ -158,7 +158,7 @@ def compatibility_notes(snapshot: Snapshot) -> list[str]:
             f"The latents are shifted, or scaled by channel; the pipeline divides by scaling_factor alone. {decode}"
         )
     if latent.decoding and latent.decoding.zero_to_one:
-        notes.append("The VAE gives images from 0 to 1, where the pipeline takes them from -1 to 1. Decode yourself.")
+        notes.append("The VAE returns images from 0 to 1, where the pipeline expects -1 to 1. Decode yourself.")
     if snapshot.text is not None and spec.takes_text and not spec.texts:
         most = snapshot.text.max_tokens
         notes.append(

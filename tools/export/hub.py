@@ -121,7 +121,7 @@ class HubRepository:
         from huggingface_hub.errors import RepositoryNotFoundError
 
         info = self._retry(
-            "be looked at", lambda: self._api.repo_info(self.name, repo_type=self.kind), RepositoryNotFoundError
+            "be read", lambda: self._api.repo_info(self.name, repo_type=self.kind), RepositoryNotFoundError
         )
         return info and bool(info.private)
 
@@ -183,8 +183,8 @@ class HubRepository:
                     raise
                 problem = ""
                 if is_not_allowed(cause) or status_code(cause) == 404:
-                    hint = "Log in with 'hf auth login', or set HF_TOKEN to a token that may write there."
-                    problem = f"may not {what} ({reason}). {hint}"
+                    hint = "Log in with 'hf auth login', or set HF_TOKEN to a token that can write there."
+                    problem = f"cannot {what} ({reason}). {hint}"
                 elif lasts(cause) or isinstance(cause, ValueError):
                     problem = f"cannot {what} ({reason}). Correct that, then publish again."
                 elif attempt == ATTEMPTS:

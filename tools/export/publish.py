@@ -124,7 +124,7 @@ def run_files(run: Path, hub: HubRepository, terms: Terms) -> list[OutgoingFile]
 
     snapshots = checkpoint.find(checkpoint.SNAPSHOT, run)
     if not snapshots:
-        raise RunError(f"run '{run}': there is no snapshot to publish. Train first: a checkpoint makes one too.")
+        raise RunError(f"run '{run}': there is no snapshot to publish. Train first: a checkpoint saves one too.")
     saved = checkpoint.read(snapshots[-1])
     state, folder = without_local_folders(saved.state), saved.path.name
     recipe = without_local_folders(tomllib.loads((run / RECIPE).read_text("utf-8"))) if (run / RECIPE).is_file() else {}
@@ -193,7 +193,7 @@ def _send(
         )
     listed = hub.listing() if is_private is not None else {}
     if CARD in listed and MARK not in hub.read_text(CARD):
-        notes.append(f"'{CARD}' there was not written by this command, so it stays")
+        notes.append(f"'{CARD}' there was not written by this command, so it is kept")
         files = [file for file in files if file.path != CARD]
     _refuse_other(hub, {file.path: file for file in files if file.is_last}, listed)
     missing = list[OutgoingFile]()
@@ -220,7 +220,7 @@ def _send(
     if first:
         _check_listing(hub, [file for file in files if not file.is_last])
     if last:
-        hub.commit(last, "leandit publish: readable from here on")
+        hub.commit(last, "leandit publish: readable from this commit on")
         progress("upload", len(missing), len(missing))
     _check_listing(hub, files)
     return result

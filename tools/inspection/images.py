@@ -47,7 +47,7 @@ class LatentDecoder:
     Only a VAE that the user names is fetched from the hub; that of a store or run has to be on this machine.
 
     Args:
-      made_by: the VAE of the latents, as of ``vae_of``.
+      made_by: the VAE of the latents, as in ``vae_of``.
       spec: of the latents.
       vae: hub id or folder of another VAE for the same latents, such as a tiny one; None: that of ``made_by``.
       where: whose latents they are, for errors.

@@ -248,7 +248,7 @@ class StoreFacts:
 
     @cached_property
     def self_check(self) -> dict[str, Any] | None:
-        """How images came back from the VAE before the store was planned; None without a check."""
+        """How the VAE reconstructed images before the store was planned; None without a check."""
         check = self.store.manifest and self.store.manifest.self_check
         if not check:
             return None
@@ -264,7 +264,7 @@ class StoreFacts:
 
     @cached_property
     def statistics(self) -> LatentStatistics:
-        """Mean and deviation of each channel as a model sees it, of all rows; of none before the store is sealed."""
+        """Mean and std of each channel as a model sees it, over all rows; of none before the store is sealed."""
         sealed = self.store.manifest and self.store.manifest.statistics
         return sealed or statistics_of([], self.spec.latent)
 

@@ -82,7 +82,7 @@ def predict(
     *,
     num_devices: int = 1,
 ) -> tuple[Rows, dict[str, int]]:
-    """Names and values of the bytes, time and memory of a revision; and the bytes, as of ``store_bytes``.
+    """Names and values of the bytes, time and memory of a revision; and the bytes, as in ``store_bytes``.
 
     Args:
       comparison: its new records, and those that it carries over.

@@ -216,7 +216,7 @@ def run_trace(request: TraceRequest) -> Traced:
     if ended.returncode:
         last = ended.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise TraceError(
-            f"bucket '{request.bucket}': the trace of a training step ended with {ended.returncode}: {' '.join(last)}. "
+            f"bucket '{request.bucket}': a training step's trace exited with {ended.returncode}: {' '.join(last)}. "
             "Its memory is unknown."
         )
     answer = ANSWER.validate_json(ended.stdout)

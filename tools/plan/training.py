@@ -60,7 +60,7 @@ def plan(
       run: gives a measured MFU.
       network_gbit: Gbit/s of each GPU between machines.
       changes: lines that list what a ds_config.json changes in the recipe.
-      progress: as of ``trace_steps``, which takes nearly all of the time.
+      progress: as in ``trace_steps``, which takes nearly all of the time.
     Raises: RecipeError: the GPU is unknown, or lacks the precision; TraceError.
     """
     recipe, section = workload.recipe, workload.recipe.parallel
@@ -234,7 +234,7 @@ def render(result: dict[str, Any]) -> str:
         kind = f"on {result['gpu']}, estimated from published trainers; --run takes a measured one"
     text = f", {result['caption_tokens']} caption tokens" if result["caption_tokens"] else ""
     size = f"{shortened(result['parameters'])} parameters"
-    size += f" of which {shortened(result['trained_parameters'])} train" if result["lora_rank"] else ""
+    size += f" {shortened(result['trained_parameters'])} of them trained" if result["lora_rank"] else ""
     parts = {PARAMETERS: "params", GRADIENTS: "grads", OPTIMIZER: "optim", EMA: "EMA", ACTIVATIONS: "activ."}
     parts |= {"workspace": "work"}
     memory = [["strategy", "images", *parts.values(), "total", "host"]]

@@ -81,7 +81,7 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray | None, LatentSpec, dict[s
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Decode the grids that a run has drawn.")
+    parser = argparse.ArgumentParser(description="Decode the grids that a run has sampled.")
     parser.add_argument("folder", type=Path, help="samples/ of a run")
     parser.add_argument("--vae", help="hub id or folder of a VAE other than the store's")
     arguments = parser.parse_args()

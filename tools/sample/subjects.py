@@ -158,7 +158,7 @@ class Captions:
         """
         if not self._stores:
             raise RunError(
-                f"run '{self._run}': its store is gone, so it has no captions or images to edit. Pass --store, or "
+                f"run '{self._run}': its store is missing, so it has no captions or images to edit. Pass --store, or "
                 "--caption (with --image, if the model edits images)."
             )
         return self._stores[0]

@@ -116,7 +116,7 @@ class _Interval:
 
 
 class Meter:
-    """Adds up steps; reports are read while the device makes the next step. All ranks call it alike.
+    """Adds up steps; reports are read while the device runs the next step. All ranks call it alike.
 
     Args:
       ranks: which report together.

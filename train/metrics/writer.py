@@ -117,7 +117,7 @@ def _start_wandb(run: Path, recipe: TrainRecipe) -> Any:
         )
     except wandb.Error as error:
         raise RunError(
-            f"run.wandb '{recipe.run.wandb}': wandb refuses: {error}. Log in with 'wandb login', set "
+            f"run.wandb '{recipe.run.wandb}': wandb failed: {error}. Log in with 'wandb login', set "
             "WANDB_MODE=offline, or leave run.wandb empty."
         ) from error
     write_atomic(path, started.id.encode())

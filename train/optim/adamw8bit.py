@@ -1,7 +1,7 @@
 """torchao's AdamW with 8-bit moments and a scale for every 256 of them.
 
 torchao rather than bitsandbytes: it supports sharded parameters (FSDP2), and compiles its kernels for every device.
-Both quantise alike (Dettmers et al. 2021, block-wise dynamic quantisation).
+Both quantize alike (Dettmers et al. 2021, block-wise dynamic quantization).
 """
 
 from __future__ import annotations

@@ -115,8 +115,8 @@ def connected(ranks: Ranks, device: torch.device) -> Iterator[None]:
         if not any(word in str(error).lower() for word in LOST):
             raise
         raise ResourceError(
-            f"lost the connection to another rank ({error}). See what that rank has printed, or how its machine ended; "
-            "then start the same command again to resume."
+            f"lost the connection to another rank ({error}). Check that rank's output and its machine, then run "
+            "the same command again to resume."
         ) from error
     finally:
         if is_ours and (done or device.type == "cpu"):  # NCCL would wait for ranks that have ended

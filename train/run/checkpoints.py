@@ -94,7 +94,7 @@ def start_or_resume(run: Run, folder: Path, manifest: RunManifest | None, warn: 
 
     progress = from_first(run.ranks, open_folder)
     if progress is None:
-        LOG.info("run '%s': no checkpoint, so it begins at step 0", folder)
+        LOG.info("run '%s': no checkpoint, so it starts at step 0", folder)
         return
     LOG.info("run '%s': the checkpoint of step %d is valid, and the newest", folder, progress.step)
     run.loader.dataset.load_state_dict(progress.loader)  # first, because it may be refused

@@ -131,7 +131,7 @@ def store_plan(
     )
     if plan.never_read:
         names = ", ".join(f"{bucket} ({count})" for bucket, count in plan.never_read.items())
-        warn(f"data.leftovers 'drop': the records of {names} are never read, because they fill no batch")
+        warn(f"data.leftovers 'drop': the records of {names} are never read, because they do not fill a batch")
     return plan
 
 

@@ -68,7 +68,7 @@ def check_fit(recipe: TrainRecipe, places: Sequence[Place]) -> ModelSpec:
     check_model_name(recipe.model.name)
     for contradiction in _contradictions(recipe):
         raise RecipeError(contradiction)
-    places = [*{place.path: place for place in places}.values()]  # a store that is named twice is told once
+    places = [*{place.path: place for place in places}.values()]  # a store that is named twice is listed once
     lacks = {place.path: [*_lacks(recipe, place)] for place in places}
     spec = None if any(lacks.values()) else _spec(recipe, places[0].spec)
     if spec:
@@ -149,9 +149,9 @@ def _contradictions(recipe: TrainRecipe) -> Iterator[str]:
         if _options(recipe) != DiTOptions():
             yield f"model '{name}': model.{', model.'.join(DiTOptions.model_fields)} are options only of DiT."
         if keys := [technique.key for technique in techniques if technique.reads_blocks]:
-            yield f"model '{name}': {', '.join(keys)} look into the blocks of a DiT. Use a DiT."
+            yield f"model '{name}': {', '.join(keys)} need the blocks of a DiT. Use a DiT."
         if (not family or FAMILIES[family].is_flow) and recipe.objective.kind != "flow":
-            yield f"objective.kind '{recipe.objective.kind}': model '{name}' gives a velocity. Use 'flow'."
+            yield f"objective.kind '{recipe.objective.kind}': model '{name}' predicts a velocity. Use 'flow'."
         if recipe.conditioning.kind == ("label" if family else "caption"):
             takes = "captions" if family else "labels"
             yield f"conditioning.kind '{recipe.conditioning.kind}': model '{name}' takes {takes}. Use a DiT, or 'auto'."
@@ -181,7 +181,7 @@ def _lacks(recipe: TrainRecipe, place: Place) -> Iterator[str]:
     yield from _caption_lacks(recipe, place) if recipe.takes_captions else _class_lacks(recipe, store)
     if made_for not in (0, store.latent.channels):
         yield (
-            f"it is made for {made_for} latent channels (model.channels), but the store has {store.latent.channels}: "
+            f"it is built for {made_for} latent channels (model.channels), but the store has {store.latent.channels}: "
             "precompute with its VAE, or --set model.channels=0 for those of the store"
         )
     images = [one.name for one in store.companions if one.kind == "image"]
@@ -204,7 +204,7 @@ def _class_lacks(recipe: TrainRecipe, store: StoreSpec) -> Iterator[str]:
         yield "it needs class labels, the store has none: use a model with captions, or set conditioning.kind=caption"
     elif 0 < num_classes < num_stored:
         yield (
-            f"it is made for {num_classes} classes (model.num_classes), but the store has {num_stored}: use "
+            f"it is built for {num_classes} classes (model.num_classes), but the store has {num_stored}: use "
             "--set model.num_classes=0 for those of the store"
         )
 

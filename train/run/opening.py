@@ -69,7 +69,7 @@ def origin_lines(run: Run, folder: Path) -> Iterator[str]:
     if run.step:
         yield f"run '{folder}' resumes after step {run.step}"
     else:
-        yield f"run '{folder}' begins from {', '.join([run.origin, *_positions(run)])}"
+        yield f"run '{folder}' starts from {', '.join([run.origin, *_positions(run)])}"
     model = meta_model(spec)
     total = shortened(sum(parameter.numel() for parameter in model.parameters()))
     if adapter := spec.adapter:
@@ -81,13 +81,13 @@ def origin_lines(run: Run, folder: Path) -> Iterator[str]:
         yield f"{spec.name}: training all {total} parameters"
     if (warmup := recipe.schedule.warmup_steps) >= steps:
         yield (
-            f"schedule.warmup_steps {warmup}: the learning rate rises until then, the run ends at step {steps}, so its "
-            "loss may look flat. For a short test --set schedule.warmup_steps=0"
+            f"schedule.warmup_steps {warmup}: the learning rate still rises when the run ends at step {steps}, so its "
+            "loss may look flat. For a short test use --set schedule.warmup_steps=0"
         )
     if (share := first_share(build_rules(recipe)[0], steps)) > YOUNG:
         yield (
             f"run.ema_decay {recipe.run.ema_decay:g}: the average is longer than the run, at its end {share:.0%} of it "
-            "is still what the run began with, and so are snapshots and images. For a short run --set ema.warmup=true"
+            "is still the initial weights, and so are snapshots and images. For a short run use --set ema.warmup=true"
         )
 
 

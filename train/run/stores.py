@@ -88,7 +88,7 @@ def _revision(section: StoreSection, run: Path, read: StoreRead | None) -> int:
     path, pinned, asked = section.store, read.revision, section.revision
     if asked not in (0, pinned):
         raise RunError(
-            f"run '{run}': it reads revision {pinned} of store '{path}', not {asked}, and stays there. Start a new run "
+            f"run '{run}': it reads revision {pinned} of store '{path}', not {asked}, and keeps it. Start a new run "
             f"with model.init_from={run}."
         )
     sealed = [] if "://" in path else sealed_revisions(Path(path))  # a URL raises when it is opened

@@ -31,7 +31,7 @@ class Solver:
       interval: guidance only at times from the first to the second, 0 is data and 1 noise.
       guided_channels: guide only the first channels, 3 in DiT's reference; 0: all.
       shift: of the times of "flow" towards noise; None: that of training.
-      diffusion, last_step: of "sde", as of ``EulerMaruyama``.
+      diffusion, last_step: of "sde", as in ``EulerMaruyama``.
       autocast: dtype of the forwards; None: that of the weights.
       tf32: float32 products in TensorFloat-32, on a GPU that has it.
     """

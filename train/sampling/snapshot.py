@@ -119,7 +119,7 @@ def _read(run: Path, step: int, weights: Weights) -> tuple[checkpoint.Saved, che
     """The snapshot of a step, or the newest, and what has the weights to sample."""
     snapshots = dict(steps(SNAPSHOT, run))
     if not snapshots:
-        raise RunError(f"run '{run}': there is no snapshot. Train first: a checkpoint makes one too.")
+        raise RunError(f"run '{run}': there is no snapshot. Train first: a checkpoint saves one too.")
     kind = SNAPSHOT if weights == "averaged" else CHECKPOINT
     places = {at: path for at, path in steps(kind, run) if at in snapshots}
     if not places:

@@ -38,7 +38,7 @@ INTERRUPTED = "interrupted"  # true in the state of a snapshot of the step at wh
 
 MODEL, EMA, OPTIMIZER, NULL_CAPTION = "model", "ema", "optimizer", "null_caption"  # groups of tensors, a file each
 
-FIRST_SHARE = "first_share"  # of a snapshot's state: the share of the average that is what the run began with
+FIRST_SHARE = "first_share"  # of a snapshot's state: the share of the average that is the initial weights
 YOUNG = 0.2  # of that share, above which the average is not one yet; with a warm-up it is below from the first step on
 
 Groups = Mapping[str, Mapping[str, Tensor]]
@@ -85,7 +85,7 @@ def young_average(path: Path, state: Mapping[str, Any]) -> str | None:
     if (share := state.get(FIRST_SHARE, 0.0)) <= YOUNG:
         return None
     return (
-        f"snapshot '{path}': {share:.0%} of the averaged weights is still what the run began with, since the average "
+        f"snapshot '{path}': {share:.0%} of the averaged weights is still the initial weights, since the average "
         f"is longer than its {state['step']:,} steps. Use --weights raw, or train with ema.warmup = true or a smaller "
         "run.ema_decay"
     )

@@ -1,4 +1,4 @@
-"""What lies in the folder of a run: find its files, checkpoints, snapshots and averages, without torch."""
+"""What a run's folder holds: find its files, checkpoints, snapshots and averages, without torch."""
 
 from __future__ import annotations
 

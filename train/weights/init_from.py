@@ -95,7 +95,7 @@ def check_fit(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor], sourc
         num_classes, needed = weights[table].shape[0] - 1, wanted[table].shape[0] - 1
         raise RunError(
             f"model.init_from '{source}': its label table has {num_classes} classes, the model {needed}. Use "
-            f"--set model.num_classes={num_classes} with a store of no more classes."
+            f"--set model.num_classes={num_classes} with a store of at most as many classes."
         )
     if names := sorted(weights.keys() ^ wanted.keys()):
         side = "which the model does not have" if names[0] in weights else "is missing"
@@ -144,7 +144,7 @@ def merged_weights(snapshot: checkpoint.Saved, model: Denoiser, spec: ModelSpec,
     if not frozen and Path(source).is_absolute() and not Path(source).is_dir():
         raise RunError(
             f"snapshot '{snapshot.path}': its adapters were trained on the weights of '{source}', which is not there. "
-            "If they have moved, say where with --base PATH. To train further, begin from merged weights: 'leandit "
+            "If they have moved, say where with --base PATH. To train further, start from merged weights: 'leandit "
             f"export {snapshot.path.parent} --out FOLDER --merged --base PATH', then --set model.init_from=FOLDER."
         )
     weights, _ = initial_weights(source, model, spec.plain)

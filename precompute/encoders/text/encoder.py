@@ -252,7 +252,7 @@ class CaptionEncoder(Pretrained):
             return {"config": config}
         if len(prefixes) > 1:
             raise EncoderError(
-                f"text.model '{self._folder}': its weights hold several '{EMBEDDING}', so the language model among "
-                "model is not known. Save the language model alone."
+                f"text.model '{self._folder}': its weights hold several '{EMBEDDING}', so it is unclear which belongs "
+                "to the language model. Save the language model alone."
             )
         return {"config": config, "key_mapping": {f"^{prefixes.pop()}".replace(".", r"\."): ""}}

@@ -104,7 +104,7 @@ class Edm2(Reader):
         inner_path(entry.path)
         shape, dtype = self.look_latent(entry)
         if self.has_labels and entry.path not in self._labels:
-            raise RecordRejected("scan", "no_label", f"'{LABELS}' has no label of {entry.path}")
+            raise RecordRejected("scan", "no_label", f"'{LABELS}' has no label for {entry.path}")
         return RecordHeader(shape, dtype, label=self._labels.get(entry.path, -1))
 
     def look_latent(self, entry: Entry) -> Looked:

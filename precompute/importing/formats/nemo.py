@@ -49,7 +49,7 @@ MODELS = {
     "qwen_image": ("qwen-image-1024", _scaled("sample", 8, QWEN_MEAN, tuple(1 / std for std in QWEN_STD))),
 }
 LISTING = "metadata.json"
-ADVICE = "NeMo writes it when all images are done: let the preprocessing end, or restore it."
+ADVICE = "NeMo writes it when all images are done: let the preprocessing finish, or restore it."
 MAX_FILE = 1 << 30
 LATENT, TOKENS, POOLED = "latent", "prompt_embeds", "pooled_prompt_embeds"
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}

@@ -84,11 +84,11 @@ class PixArt(Reader):
         for key, item in self._items.items():
             path = "" if item.problem else self._find(self._latents, key, ".npy")
             if path and path in used:
-                self._items[key] = item._replace(problem=f"'{path}' is the file of another image, too")
+                self._items[key] = item._replace(problem=f"'{path}' is also the file of another image")
             used.add(path)
             text = "" if item.problem else self._find(self._captions, key, ".npz")
             if text and prompts.setdefault(text, item.prompt) != item.prompt:
-                self._items[key] = item._replace(problem=f"'{text}' is the caption of another image, too")
+                self._items[key] = item._replace(problem=f"'{text}' is also the caption of another image")
             yield self.file_entry(path, key) if path else Entry(key, path)
 
     def _find(self, folder: str, key: str, suffix: str) -> str:

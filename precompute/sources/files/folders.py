@@ -134,7 +134,7 @@ def sidecar_folder(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
     """
     folder = _text_folder(files)
     if folder:
-        scan.notes.append(f"captions: texts of folder '{folder}' for images of '{IMAGE_FOLDER}'")
+        scan.notes.append(f"captions: texts in folder '{folder}' for images of '{IMAGE_FOLDER}'")
     # Names that are equal up to the first dot are consecutive, so an image and its texts come together.
     listed = files.walk(files_first=True, left_out=scan.ignored.folder)
     for _, group in itertools.groupby(listed, key=_until_dot):

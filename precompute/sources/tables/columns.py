@@ -66,7 +66,7 @@ def choose_columns(
     chosen = {role: [name] if name else usual_columns(columns, role) for role, name in asked.items()}
     if not chosen[IMAGES]:
         raise SourceError(
-            f"{where}: no column is known to name the images. {shown_columns(columns)} Name it with "
+            f"{where}: no column seems to name the images. {shown_columns(columns)} Name it with "
             "--set source.image=NAME."
         )
     described = [f"{role} {' or '.join(map(repr, names)) if names else 'none'}" for role, names in chosen.items()]

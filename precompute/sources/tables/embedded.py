@@ -79,7 +79,7 @@ class ParquetRows:
             if group.total_byte_size > MAX_GROUP_BYTES:
                 raise SourceError(
                     f"source '{where}': row group {number} has {group.total_byte_size / 2**30:.1f} GiB; expected at "
-                    f"most {MAX_GROUP_BYTES / 2**30:.0f} GiB. Write it again with smaller row groups."
+                    f"most {MAX_GROUP_BYTES / 2**30:.0f} GiB. Rewrite it with smaller row groups."
                 )
 
     def rows(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:

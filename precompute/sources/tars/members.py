@@ -18,7 +18,8 @@ BLOCK = tarfile.BLOCKSIZE
 MAX_EXTENDED_BYTES = 1 << 20  # of a pax header or a long name
 REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
 LINKS = (tarfile.LNKTYPE, tarfile.SYMTYPE)
-SPARSE, LINK = "a sparse member, whose bytes do not lie together", "a link: its bytes lie under another name, if at all"
+SPARSE = "a sparse member, whose bytes are not contiguous"
+LINK = "a link: its bytes are stored under another name, if at all"
 LONG_NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 
 
@@ -93,7 +94,7 @@ def _check_end(file: BinaryIO, position: int, total: int, tar: str) -> None:
     while position < total:
         block = file.read(min(1 << 20, total - position))
         if not block or block.strip(b"\0"):
-            raise _unreadable(tar, f"at byte {position}: more follows its end")
+            raise _unreadable(tar, f"at byte {position}: data follows its end")
         position += len(block)
 
 

@@ -204,7 +204,7 @@ def test_a_scale_that_the_config_leaves_out_is_taken_from_the_class_only_where_i
     ("model", "words"),
     [
         ("gone/away/vae.ckpt", "a single file, expected a folder with config.json. Load it with the library"),
-        ("taesd3_encoder.pth", "half of a TAESD, with the names of its publisher. Use the hub id, or a folder"),
+        ("taesd3_encoder.pth", "half of a TAESD, in its publisher's layout. Use the hub id, or a folder"),
         (
             "t5-small",
             "there is no such folder as 't5-small', and on the hub a name has its owner, such as OWNER/t5-small",

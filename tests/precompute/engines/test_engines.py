@@ -109,7 +109,7 @@ def test_two_processes_of_which_one_is_killed_make_the_bytes_of_one(
 
     outputs = with_processes(source, tmp_path / "store", check=check, said=said)
     assert store_digest(tmp_path / "store") == whole
-    assert any("is gone: it was ended by signal 9 (Killed). Restarting it" in line for line in said)
+    assert any("died: it was killed by signal 9 (Killed). Restarting it" in line for line in said)
     assert sum("columns:" in line for line in said) <= 2  # whoever lists
     assert any("36 planned" in output for output in outputs.values())
 
@@ -122,7 +122,7 @@ def test_of_two_processes_one_may_end_by_an_error_of_its_device(
     said: list[str] = []
     with_processes(source, tmp_path / "store", module="broken_main", said=said)
     assert store_digest(tmp_path / "store") == whole
-    assert sum("is gone: unexpected RuntimeError: CUDA error" in line for line in said) == 1
+    assert sum("died: unexpected RuntimeError: CUDA error" in line for line in said) == 1
 
 
 def test_where_every_process_dies_the_command_fails(source: Path, tmp_path: Path, forked: None) -> None:

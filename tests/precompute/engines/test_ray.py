@@ -139,7 +139,7 @@ def test_killed_decoders_actors_and_drivers_leave_the_bytes_of_one_process(
     said = out + err
     assert command.returncode == 0, err
     assert store_digest(store) == store_digest(tmp_path / "whole")
-    assert re.search(r"task \d+\) is gone: .*Restarting it", said)
+    assert re.search(r"task \d+\) died: .*Restarting it", said)
     assert "RayTaskError" not in said
     assert "Traceback" not in said
     assert re.search(rf"{count} planned = {count - 2} stored \+ 2 rejected", said)

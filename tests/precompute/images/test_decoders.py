@@ -256,7 +256,7 @@ def test_too_few_free_files_are_an_error_of_resources(photo: Path) -> None:
 
 def test_a_child_that_cannot_start_is_an_error_of_resources(photo: Path) -> None:
     files = open_files()
-    message = r"does not start \(the decoder ended with status 1\).*Expected"
+    message = r"does not start \(the decoder exited with status 1\).*Expected"
     with Decoders(1, _child_module="leandit.no_such") as decoders, pytest.raises(ResourceError, match=message):
         decode(decoders, photo)
     assert open_files() == files

@@ -261,7 +261,7 @@ def test_too_many_rejects_stop_an_import_before_anything_is_written(tmp_path: Pa
         run_import(made, tmp_path / "store", "source.max_rejects_in_a_row=3")
     for path in (made.source / "imagenet256_features").iterdir():
         path.write_bytes(b"no array")
-    with pytest.raises(SourceError, match="not one of 11 records can be imported"):
+    with pytest.raises(SourceError, match="none of 11 records can be imported"):
         run_import(made, tmp_path / "store")
     assert not (tmp_path / "store").exists()
 

@@ -87,7 +87,7 @@ def test_an_honest_autoencoder_passes_and_its_numbers_are_kept(run: Run, tmp_pat
     told = [line for line in run.said if line.startswith("self-check: ")]
     assert f"{decibels(manifest)[0]:.1f}, {decibels(manifest)[1]:.1f}" in told[0]
     assert "mean of each channel" in told[1]
-    assert "deviation of each channel" in told[2]
+    assert "standard deviation of each channel" in told[2]
     # A grown store and a compacted one keep them.
     smooth_image(77).save(tmp_path / "train/n000/9.png")
     grown = run.go(vae)
@@ -98,7 +98,7 @@ def test_an_honest_autoencoder_passes_and_its_numbers_are_kept(run: Run, tmp_pat
     summary = json.loads(json.dumps(facts.to_json()))["self_check"]
     assert [one["psnr_db"] for one in summary["images"]] == decibels(manifest)
     assert summary["channel_std"] == check.channel_std
-    assert f"8 images came back from the VAE with {summary['median_psnr_db']:.1f} dB PSNR (median)" in render(facts)
+    assert f"8 images reconstructed with {summary['median_psnr_db']:.1f} dB PSNR (median)" in render(facts)
 
 
 @pytest.mark.parametrize(

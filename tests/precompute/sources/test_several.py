@@ -76,7 +76,7 @@ def test_a_store_of_one_source_grows_by_another_and_encodes_only_that(
         flip(path, 400)
     assert not checked(tmp_path / "store", folders, repair=True)[0].damaged
     assert [path.read_bytes() for path in shards] == whole
-    with pytest.raises(SourceError, match=r"another source too, 'second'.*Pass every --source"):
+    with pytest.raises(SourceError, match=r"one more source, 'second'.*Pass every --source"):
         deep(tmp_path / "store", folders[:1])
 
 
@@ -98,7 +98,7 @@ def test_kinds_may_differ_and_each_image_is_read_from_its_own_source(tmp_path: P
     for one in (source, opened):
         found = [one.read(r.path, r.offset, r.num_bytes, stage="decode") for r in source.records]
         assert found == [(texts / "a.jpg").read_bytes(), b"of a tar"]
-    with pytest.raises(SourceError, match=r"another source too, 'b'.*Pass every --source"):
+    with pytest.raises(SourceError, match=r"one more source, 'b'.*Pass every --source"):
         list_source(texts).read(source.records[1].path, 0, 1, stage="decode")
     assert list_sources([texts], AUTO).listing_hash() == list_source(texts).listing_hash()
     assert source.listing_hash() != list_sources([tar, texts], AUTO).listing_hash()

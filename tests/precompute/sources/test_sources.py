@@ -75,12 +75,12 @@ REFUSED: list[tuple[str, str, bytes | str, str]] = [  # kind, name and content o
     # No source, and what to do.
     ("auto", "x.xyz", "hello", rf"of no known kind.*{ANY}"),
     ("auto", "photos.zip", b"PK\x03\x04....", rf"an archive, or compressed.*unzip.*{ANY}"),
-    ("auto", "a.jpg", b"\xff\xd8\xff\xe0", rf"an image. Pass the folder.*{ANY}"),
+    ("auto", "a.jpg", b"\xff\xd8\xff\xe0", rf"an image. Pass its folder.*{ANY}"),
     ("auto", "photos.tar.gz", GZIP, rf"compressed.*gunzip --keep.*tar -xf.*{ANY}"),
     ("auto", "photos.tar", GZIP, rf"compressed.*gunzip.*{ANY}"),
     ("auto", "model.pkl", b"\x80\x04", rf"a pickle is never opened.*{ANY}"),
     ("auto", "data.bin", b"", rf"an empty file.*{ANY}"),
-    ("auto", "data.tar", b"version https://git-lfs.github.com", rf"pointer of Git LFS.*git lfs pull.*{ANY}"),
+    ("auto", "data.tar", b"version https://git-lfs.github.com", rf"Git LFS pointer.*git lfs pull.*{ANY}"),
     # Parquet, and lists of JSON that are damaged.
     ("auto", "./odd.parquet", b"PAR1" * 100, PARQUET),
     ("auto", "./data_info.json", f"{A_ROW}, 7]", LIST),
@@ -96,7 +96,7 @@ REFUSED: list[tuple[str, str, bytes | str, str]] = [  # kind, name and content o
     # Tables of text.
     (
         *("auto", "list.csv", "text,score\nhello,1\n"),
-        r"no column is known to name the images.*'text', 'score'.*source\.image",
+        r"no column seems to name the images.*'text', 'score'.*source\.image",
     ),
     ("auto", "list.csv", "", "empty"),
     ("auto", "list.csv", "image,caption\n".encode("utf-16"), "UTF-8"),
@@ -216,7 +216,7 @@ def test_bad_texts_in_a_tar_reject_only_their_record(tmp_path: Path) -> None:
         (lambda content, third: content[:700], "readable, uncompressed tar"),
         (lambda content, third: content[:1030], "readable, uncompressed tar"),
         (lambda content, third: content[:third], "without the zeros"),
-        (lambda content, third: content * 2, "more follows its end"),
+        (lambda content, third: content * 2, "data follows its end"),
     ],
     ids=["torn in a member", "torn in a header", "cut between members", "two in one"],
 )

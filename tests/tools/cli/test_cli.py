@@ -355,7 +355,7 @@ def test_results_go_to_stdout_and_progress_to_stderr(class_folder: Path, tmp_pat
     command = ["train", "dit-s-2-256", "--store", store, "--run", run, *TINY, "--device", "cpu"]
     ended = leandit("--verbose", *command)
     assert (ended.code, "train: 6 of 6" in ended.err, "train: " in ended.out) == (0, True, False)
-    assert f"leandit: run '{run}' begins from new weights\n" in ended.err
+    assert f"leandit: run '{run}' starts from new weights\n" in ended.err
     decided = decisions(ended.err)
     assert 2 <= len(decided) < 25  # not one a step
     for words in (f"stores] store '{store}': revision 1, the newest; 15 records", f"run '{run}': no checkpoint, so it"):
@@ -373,7 +373,7 @@ def test_results_go_to_stdout_and_progress_to_stderr(class_folder: Path, tmp_pat
     command = ["sample", run, "--out", tmp_path / "set", "--num", 3, "--npz", "--steps", 2, "--sampler", "dpm"]
     ended = leandit(*command, "--guidance-times", "0.2,0.7", "--precision", "bf16")
     assert ended.code == 0, ended.err
-    assert "3 of 3, 3 drawn" in ended.out
+    assert "3 of 3, 3 generated" in ended.out
     assert "samples_3x32x32x3.npz" in ended.out
 
     ended = leandit("export", run, "--out", tmp_path / "folder", "--json")
@@ -386,7 +386,7 @@ def test_results_go_to_stdout_and_progress_to_stderr(class_folder: Path, tmp_pat
 
 def test_a_young_average_and_raw_weights(label_store: LatentStore, tmp_path: Path, leandit: Leandit) -> None:
     train = ["train", "dit-s-2-256", "--store", label_store.path, *TINY, *settings(["run.steps=3"])]
-    young = "73% of the averaged weights is still what the run began with"
+    young = "73% of the averaged weights is still the initial weights"
     assert "at its end 73% of it is still" in leandit(*train, "--run", tmp_path / "run").err  # 0.9 ** 3
     sample = ["sample", tmp_path / "run", "--out", tmp_path / "out", "--label", 1, "--steps", 2]
     assert young in leandit(*sample).err

@@ -104,7 +104,7 @@ def test_captions_come_from_any_store_of_the_run_that_still_exists(tmp_path: Pat
     assert captions.store.path == run / "../few"  # the first that has it
     with pytest.raises(RunError, match=r"store '.*few': its captions come from another text encoder"):
         captions_of("few", weights="1")
-    with pytest.raises(RunError, match="its store is gone"):
+    with pytest.raises(RunError, match="its store is missing"):
         _ = captions_of("gone").store
 
 
@@ -137,7 +137,7 @@ def test_requests_that_cannot_be_met_are_refused(go: Draw, runs: Any, tmp_path: 
             SampleRequest(guidance_times=text)
     assert SampleRequest(guidance_times="0.1,0.8").interval == (0.1, 0.8)
     how: dict[str, Any] = {"against": None, "clip": "clip.file", "features": "inception", "out": tmp_path}
-    with pytest.raises(RecipeError, match=r"--clip: run .* draws classes"):
+    with pytest.raises(RecipeError, match=r"--clip: run .* generates classes"):
         check_evaluation(runs.labels, captions=None, **how)
     check_evaluation(runs.captions, captions=None, **how)
     with pytest.raises(LeanditError, match="nowhere"):

@@ -394,7 +394,7 @@ def test_a_killed_rank_ends_the_others_soon(victim: int, label_store: LatentStor
     out, _ = ranks[1 - victim].communicate(timeout=240)  # a collective alone waits for half an hour
     (error,) = [json.loads(line)["error"] for line in out.splitlines() if '"error"' in line]
     assert "lost the connection to another rank" in error
-    assert "start the same command again" in error
+    assert "run the same command again" in error
     ranks[victim].communicate()
 
 

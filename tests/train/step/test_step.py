@@ -233,7 +233,7 @@ DISPERSIVE, TREAD = "objective.dispersive_weight=0.5", "routing.kind=tread"
         ((DISPERSIVE, TREAD, *ROUTED), r"objective\.dispersive_block 1: .*some skip the blocks 1 to 1"),
         ((TREAD, "routing.path_drop=0.1"), 'path_drop needs kind = "sprint"'),
         ((TREAD, *ROUTED, "model.value_residual=true"), "first_block 1 has only the values"),
-        (("model.name=pixart-tiny", TREAD), "routing look into the blocks of a DiT"),
+        (("model.name=pixart-tiny", TREAD), "routing need the blocks of a DiT"),
     ],
 )
 def test_what_store_or_model_lacks_is_named(overrides: tuple[str, ...], message: str, store: LatentStore) -> None:

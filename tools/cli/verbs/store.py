@@ -140,6 +140,6 @@ def compact(
     with ProgressLine() as progress:
         manifest = run(store, out, progress=progress, without=without or ())
     rows = [("store", f"{out}: revision {manifest.revision}, {manifest.num_stored:,} records")]
-    rows.append(("old store", f"{store}: as it was; remove it once no run reads it"))
+    rows.append(("old store", f"{store}: unchanged; remove it once no run reads it"))
     print_rows([*rows, ("root hash", manifest.root_hash)])
     print_next(["verify", out], ["inspect", out])

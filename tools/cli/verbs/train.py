@@ -110,7 +110,7 @@ def _rows(outcome: Outcome, num_steps: int, device: torch.device, ranks: Ranks) 
     if ranks.world_size > 1:
         rows.append(("ranks", f"{ranks.world_size}, {choose_strategy(recipe.parallel, ranks)}"))
     if first is None:
-        rows.append(("this run", "nothing to do, the run was finished"))
+        rows.append(("this run", "nothing to do: the run is finished"))
     elif outcome.losses:
         is_short = outcome.num_images < (outcome.step - first + 1) * recipe.run.global_batch
         short = " (some batches were partial)" if is_short and not recipe.data.batch_tokens else ""

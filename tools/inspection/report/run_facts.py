@@ -1,4 +1,4 @@
-"""What lies in the folder of a run: its figures, stores, starts, evaluations and images. Reading it needs no torch."""
+"""What a run's folder holds: its figures, stores, starts, evaluations and images. Reading it needs no torch."""
 
 from __future__ import annotations
 

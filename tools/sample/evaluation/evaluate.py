@@ -59,7 +59,7 @@ def evaluate(request: EvaluateRequest, *, device: torch.device, progress: Progre
         score, num_cut = clip_score(request, clip, target, progress)
         result |= {"clip": clip.description, "clip_score": score}
         if num_cut:
-            notes.append(f"{plural(num_cut, 'caption')} longer than CLIP reads: cut there")
+            notes.append(f"{plural(num_cut, 'caption')} longer than CLIP reads: truncated")
     result = finite(result | {"notes": notes})
     if is_run(request.target):
         path = request.target / EVALUATIONS
@@ -76,7 +76,7 @@ def check_options(request: EvaluateRequest) -> None:
     """Raise RecipeError for an option that would change nothing."""
     of_reference = {"--source": request.source, "--against-num": request.most, "--keep-statistics": request.keep}
     if not request.against and (unused := [name for name, value in of_reference.items() if value]):
-        raise RecipeError(f"{unused[0]}: only a reference has it. Pass one with --against, or leave it out.")
+        raise RecipeError(f"{unused[0]}: it applies only to a reference. Pass one with --against, or leave it out.")
     if request.captions and not request.clip:
         raise RecipeError("--captions: they are for the CLIP score. Pass a CLIP with --clip, or leave them out.")
     sides = [path for path in (request.target, request.against) if path and path.is_dir()]
@@ -137,7 +137,7 @@ def _open_npz(file: Npz, network: Network | None) -> ImageSet:
     """Images, kept statistics, or ``mu`` and ``sigma`` of another program, which are of Inception."""
     if network and (described := file.text()):
         if not all(isinstance(described.get(what), dict) for what in ("network", "images")):
-            raise DamageError(f"'{file.path}': it does not say what its statistics are of. Create it again.")
+            raise DamageError(f"'{file.path}': it does not say which images its statistics describe. Create it again.")
         check_kept(file, network=network.description)
         description = described["images"] | {"statistics": str(file.path)}
         return ImageSet(description, None, statistics=read_moments(file))
@@ -169,7 +169,7 @@ def find_notes(images: Moments, reference: Moments, opened: ImageSet, network: N
             "numbers"
         )
     if images.features is None or reference.features is None:
-        notes.append("only the mean and covariance of one side are known, so only the Fréchet distance is measured")
+        notes.append("only the mean and covariance of one side are known, so only the Fréchet distance is computed")
     elif (fewest := min(len(images.features), len(reference.features))) < FEW_IMAGES:
         notes.append(
             f"precision, recall, density and coverage are rough with fewer than {FEW_IMAGES:,} images a side: a share "

@@ -1,1 +1,1 @@
-"""The transformers of diffusers that can be trained, one file each: PixArt, Sana and Stable Diffusion 3."""
+"""Transformers from diffusers that can be trained, one file each: PixArt, Sana, SD3, Flux, Qwen-Image, Z-Image."""

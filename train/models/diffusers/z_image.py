@@ -97,7 +97,7 @@ class ZImage(DiffusersModel):
         return -output.unflatten(1, (rows, columns)).permute(0, 5, 1, 3, 2, 4).reshape(x.shape)
 
     def rotations(self, places: Tensor) -> Tensor:
-        """(B, N, 3) places to (B, N, d / 2) complex64, as of ``RopeEmbedder``, whose table is on the CPU."""
+        """(B, N, 3) places to (B, N, d / 2) complex64, as in ``RopeEmbedder``, whose table is on the CPU."""
         angles = []
         for axis, width in enumerate(self.net.axes_dims):
             steps = torch.arange(0, width, 2, device=places.device, dtype=torch.float64) / width

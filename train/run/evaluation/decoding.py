@@ -88,8 +88,8 @@ class Decoding:
         self._failed = True
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").split("\n")
-        why = next((line for line in reversed(lines) if line.strip()), f"it ended with {code}").rstrip(".")
+        why = next((line for line in reversed(lines) if line.strip()), f"it exited with {code}").rstrip(".")
         self._warn(
-            f"the images of run.sample_every are not decoded: {why}. The latents stay in '{self._folder}'; "
+            f"the images of run.sample_every are not decoded: {why}. The latents are kept in '{self._folder}'; "
             f"'python -m {MODULE} {self._folder} --vae PATH' decodes them"
         )

@@ -191,7 +191,7 @@ def test_a_run_is_drawn_and_measured(label_store: LatentStore, here: Path, tmp_p
     draw = SampleRequest(count=8, steps=2, guidance=1.0, seed=3)
     found = measured(run, label_store.path, here, draw=draw, out=out)
     assert dict(rows_of(found))["drawn with"] == "averaged weights, ddim, 2 steps, guidance 1"
-    assert "81% of the averaged weights is still what the run began with" in found["notes"][0]  # 0.9 ** 2
+    assert "81% of the averaged weights is still the initial weights" in found["notes"][0]  # 0.9 ** 2
     raw = measured(run, label_store.path, here, draw=replace(draw, weights="raw"), out=tmp_path / "raw")
     assert raw["images"]["weights"] == "raw"
     assert not any("began with" in note for note in raw["notes"])
@@ -236,7 +236,7 @@ def test_captions_are_found_by_name_and_long_ones_are_cut(clip: TinyClip, here: 
     (tmp_path / "captions.jsonl").write_text("\n".join(map(json.dumps, reversed(lines))))
     options: dict[str, Any] = {"clip": str(clip.folder), "captions": tmp_path / "captions.jsonl"}
     found = measured(here / "one", None, here, **options)
-    assert found["notes"] == ["1 caption longer than CLIP reads: cut there"]
+    assert found["notes"] == ["1 caption longer than CLIP reads: truncated"]
     for name, content, words in (
         ("a.jsonl", "\n".join(map(json.dumps, lines[:-2])), f"none for image '{names[-2]}', and 1 others"),
         ("a.jsonl", '{"file_name": 3}', "line 1: expected an object with file_name and text"),
@@ -261,9 +261,9 @@ def test_useless_options_are_refused(here: Path, tmp_path: Path) -> None:
     images = tmp_path / "noise.npz"
     np.savez(images, arr_0=np.zeros((8, 8, 8, 3), np.uint8))
     for against, option, value, words in (
-        (None, "source", ["a"], "--source: only a reference"),
-        (None, "most", 3, "--against-num: only a reference"),
-        (None, "keep", Path("k.npz"), "--keep-statistics: only a reference"),
+        (None, "source", ["a"], "--source: it applies only to a reference"),
+        (None, "most", 3, "--against-num: it applies only to a reference"),
+        (None, "keep", Path("k.npz"), "--keep-statistics: it applies only to a reference"),
         (here / "one", "captions", Path("c.json"), "--captions: they are for the CLIP score"),
         (images, "crop_px", 8, "--crop: it crops folders"),
         (here / "one", "source", ["a"], "--source: it is for stores"),
