@@ -117,7 +117,7 @@ def test_another_set_is_refused_and_nothing_written(run: Path, tmp_path: Path) -
     others = {"seed": 1, "steps": 3, "guidance": 1.0, "guidance_times": "0,0.5", "labels": ["1"]}
     for key, value in others.items():
         named = "interval" if key == "guidance_times" else key
-        with pytest.raises(RunError, match=f"drawn with {named}.*another --out"):
+        with pytest.raises(RunError, match=f"generated with {named}.*another --out"):
             go(run, tmp_path / "set", **{"count": 2, key: value})
     for wrong in ({"labels": ["3"]}, {"captions": ["a red circle"]}, {"bucket": "30x32"}):
         with pytest.raises(LeanditError):

@@ -290,7 +290,7 @@ def test_what_cannot_be_measured_is_named(here: Path, tmp_path: Path, monkeypatc
         (SourceError, tmp_path / "five", here / "one", "expected more than 5 of each"),
         (DamageError, tmp_path / "grey.npz", here / "one", r"arr_0 is \(4, 8, 8\) uint8"),
         (SourceError, tmp_path / "other.npz", here / "one", "neither images nor statistics"),
-        (DamageError, here / "one", tmp_path / "told.npz", "does not say what"),
+        (DamageError, here / "one", tmp_path / "told.npz", "does not say which"),
         (SourceError, here / "one", tmp_path / "mu.npz", "which are of Inception"),
     ):
         with pytest.raises(kind, match=words):
