@@ -265,6 +265,21 @@ def test_a_fork_does_not_keep_the_lock_of_its_parent(tmp_path: Path) -> None:
     assert swept == [path]
 
 
+def test_what_is_removed_before_it_is_locked_is_created_again(tmp_path: Path) -> None:
+    removed: list[Path] = []
+
+    def create(path: Path) -> None:
+        path.touch()
+        if not removed:
+            removed.extend(sweep_strays(tmp_path))
+
+    path = temporary_beside(tmp_path / "file")
+    with locks.hold(path, create):
+        assert removed == [path]
+        assert sweep_strays(tmp_path) == []
+        assert path.exists()
+
+
 def test_of_another_host_or_without_locks_the_age_decides(
     has_locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
