@@ -56,7 +56,7 @@ print(measured_peak(json.loads(sys.argv[1])))
 
 def measured_apart(job: dict[str, Any]) -> int:
     """``measured_peak`` in a process of its own, which may join a process group."""
-    return int(run_forked(["-c", MEASURE, json.dumps(job)], check=True).stdout)
+    return int(run_forked(["-c", MEASURE, json.dumps(job)], check=True).stdout.split()[-1])  # DeepSpeed prints too
 
 
 def traced_once(workload: TrainingWorkload, bucket: str, known: Sequence[Strategy], **how: Any) -> dict[str, Traced]:
@@ -189,7 +189,7 @@ def test_a_gpu_without_the_precision_has_dashes_and_cannot_be_planned_for() -> N
     result = plan(it, gpu="H200", num_gpus=2, images=0, run=None)
     t4 = next(row for row in result["known_gpus"] if row["gpu"] == "T4")
     assert (t4["microbatch_whole"], t4["seconds"]) == (None, None)
-    assert "it has no bf16" in render(result)
+    assert "the GPU has no bf16" in render(result)
     with pytest.raises(RecipeError, match="it has no bf16"):
         plan(it, gpu="T4", num_gpus=2, images=0, run=None)
 
