@@ -202,6 +202,7 @@ def long_form(said: list[Any], job_of: Callable[..., Job], folder: Path) -> None
     """What two ranks do in the long form, and four."""
     all_of_them = [(training, name) for training, its in TRAININGS.items() for name in its.strategies]
     others = [(training, name) for training, name in all_of_them if name not in (*TRAININGS[training].quick, "hsdp")]
+    others.sort(key=lambda other: other[1] == "zero-3")  # from then on DeepSpeed's linear layers, which take no int8
     jobs = [job_of(*other) for other in others]
     jobs += [resumed(job_of, was, now, folder / f"plain {was}") for was, now in MORE]
     for name in ("ddp", "fsdp"):
