@@ -232,6 +232,7 @@ BROKEN: dict[str, tuple[str, Callable[[Made], Rejects]]] = {
     "mar's zip bomb": ("mar", unpack_to_more_than_it_claims),
     "lightningdit without labels": ("lightningdit", drop_labels_of_a_shard),
     "edm2": ("edm2", break_edm2),
+    "edm2 without features": ("edm2", lose_features),
     "edm2's folder without features": ("edm2 folder", lose_features),
     "pixart": ("pixart", break_pixart),
     "pixart's shared caption": ("pixart", share_a_caption_file),
@@ -331,6 +332,7 @@ REFUSED: list[tuple[str, Callable[[Made], Any], str]] = [
     ("edm2 folder", write(DATASET, '{"labels": [1]}'), DATASET),
     ("edm2 folder", write(DATASET, '{"labels": [["a.npy", "cat"]]}'), DATASET),
     ("mds", change(INDEX, '"shard.00000.mds"', '"../shard.00000.mds"'), OUTSIDE),
+    ("mds", change(INDEX, '"column_names": ["caption"', '"column_names": [5'), "not text"),
     ("mds", change(INDEX, '"zstd:3"', '"br:3"'), "compression 'br:3'"),
     ("mds", change(INDEX, '"format": "mds"', '"format": "jsonl"'), "expected mds"),
     ("mds", change(INDEX, '"bytes", "nd', '"pkl", "nd'), "pickled ones are refused"),
@@ -388,6 +390,7 @@ NULLS: dict[str, tuple[Any, str]] = {
     "none": (None, r"replaces some by a null caption of shape \(12, 16\).*--null"),
     "short": (noise(0, 5, 16), r"shape \(5, 16\); expected finite numbers of shape \(12, 16\)"),
     "evil": (Evil, "objects other than tensors"),
+    "a tensor": (torch.zeros(12, 16), "0 tensors whose name ends in 'y_embedding'"),
 }
 
 

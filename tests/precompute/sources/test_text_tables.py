@@ -62,7 +62,12 @@ def test_columns_are_named_by_the_recipe_and_an_error_lists_those_that_are_there
 
 @pytest.mark.parametrize(
     ("row", "root"),
-    [("{here}/photos/x/a.jpg", ""), ("x/a.jpg", "{here}/photos"), ("x/a.jpg", "../source/photos")],
+    [
+        ("{here}/photos/x/a.jpg", ""),
+        ("x/a.jpg", "photos"),
+        ("x/a.jpg", "{here}/photos"),
+        ("x/a.jpg", "../source/photos"),
+    ],
 )
 def test_images_lie_where_the_root_says_or_where_the_first_names_are_found(row: str, root: str, tmp_path: Path) -> None:
     here = tmp_path / "source"

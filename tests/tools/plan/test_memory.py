@@ -154,7 +154,7 @@ def test_checkpointing_takes_less_and_accumulation_keeps_the_gradients() -> None
 
 
 def test_a_trace_that_fails_says_so() -> None:
-    with pytest.raises(TraceError, match=r"ended with 1: .*KeyError"):
+    with pytest.raises(TraceError, match=r"exited with 1: .*KeyError"):
         run_trace(TraceRequest(work(), "64x64", "fp32", "abacus", SINGLE))
     memory = traced().whole
     check_line("64x64", memory, round(memory.total(5)))

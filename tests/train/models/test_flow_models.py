@@ -143,5 +143,5 @@ def test_what_does_not_fit_is_refused() -> None:
         fit("model.name=flux2-tiny", text=full.model_copy(update={"full_length": False}))
     with pytest.raises(RunError, match=r"it takes the captions of \[text\]"):
         fit("model.name=z-image-tiny")
-    with pytest.raises(RecipeError, match="'ddpm': model 'z-image-tiny' gives a velocity"):
+    with pytest.raises(RecipeError, match="'ddpm': model 'z-image-tiny' predicts a velocity"):
         fit("model.name=z-image-tiny", "objective.kind=ddpm")
