@@ -68,7 +68,7 @@ class ImagesSection(Section):
     buckets: str | list[str] = "square"
     """"square", "pixart" (the published tables), "area" (computed), or a list such as ["512x768", "768x512"]."""
     step_px: Annotated[int, Field(ge=0, le=1024)] = 0
-    """For "area": every side is a multiple of this; 0: an eighth of the resolution that fits the VAE, at most 64."""
+    """For "area": every side is a multiple of this; 0: an eighth of the resolution, at most 64, to fit the VAE."""
     max_ratio: Annotated[float, Field(ge=1, le=16)] = MAX_RATIO
     """Largest long side / short side: with several buckets, longer images are rejected; also the limit of "area"."""
     min_px: Annotated[int, Field(ge=1, le=8192)] = 1

@@ -88,7 +88,7 @@ def complete_recipe(context: typer.Context, incomplete: str) -> list[str]:
 
 
 RECIPE_HELP = "Name of a shipped recipe, or path of a TOML file."
-STORE_HELP = "Store to train on, unless the recipe names stores: a folder, s3://, gs://, hf://."
+STORE_HELP = "Store to train on (a folder, s3://, gs:// or hf://), unless the recipe names stores."
 Recipe = Annotated[str, Argument(metavar="RECIPE", help=RECIPE_HELP, autocompletion=complete_recipe)]
 Run = Annotated[Path, Argument(parser=read_path, metavar="RUN", help="Run, or output of 'leandit average'.")]
 LocalStore = Annotated[Path, Argument(parser=written_path, metavar="STORE", help="Folder of the store.")]

@@ -38,11 +38,13 @@ class SampleRequest:
     batch: Annotated[int, Option(min=1, help="Images generated at once.")] = 64
     image: Annotated[
         Path | None,
-        Option(help="Image to edit, for a model with model.reference; default: those of the store's records."),
+        Option(help="Image to edit, for a model with model.reference; default: the images of the store's records."),
     ] = None
     bucket: Annotated[str | None, Option(help="HxW in pixels; default: the most common bucket.")] = None
     guidance: Annotated[float, Option(help="Classifier-free guidance scale; 1: none.")] = 4.0
-    guidance_times: Annotated[str, Option(metavar="LOW,HIGH", help="Times of guidance: 0 is data, 1 noise.")] = "0,1"
+    guidance_times: Annotated[
+        str, Option(metavar="LOW,HIGH", help="Guide only between these times: 0 is data, 1 is noise.")
+    ] = "0,1"
     guided_channels: Annotated[
         int, Option("--guided-channels", min=0, help="Guide only this many channels, from the first; 0: all.")
     ] = 0
@@ -70,7 +72,7 @@ class SampleRequest:
         Option("--compile/--no-compile", help="torch.compile the blocks; default: on a GPU for many images."),
     ] = None
     recipe: Annotated[str, Option(help="Train recipe of a published checkpoint, given as RUN.")] = ""
-    encoders: Annotated[str, Option(help="Precompute recipe of its VAE and text encoder.")] = ""
+    encoders: Annotated[str, Option(help="Precompute recipe of the checkpoint's VAE and text encoder.")] = ""
     vae: Annotated[str | None, Option(help="VAE to decode with (folder or hub id); default: the store's.")] = None
     text: Annotated[str | None, Option(help="Text encoder (folder or hub id) for captions not in the store.")] = None
     base: Annotated[str, Option(help="Current location of the weights the run's adapters were trained on.")] = ""

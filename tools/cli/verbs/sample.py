@@ -88,7 +88,7 @@ def sample(
     request: SampleRequest,
     store: Annotated[Path | None, local_input("Store of the captions; default: the run's.")] = None,
     npz: Annotated[
-        bool, Option("--npz", help=f"Write single files and an .npz, as for more than {LARGEST_GRID} images.")
+        bool, Option("--npz", help=f"Write one file per image and an .npz, as for more than {LARGEST_GRID} images.")
     ] = False,
     device: Device = "auto",
     as_json: AsJson = False,
