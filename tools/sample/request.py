@@ -38,7 +38,7 @@ class SampleRequest:
     batch: Annotated[int, Option(min=1, help="Images generated at once.")] = 64
     image: Annotated[
         Path | None,
-        Option(help="Image to edit, for a model with model.reference; default: the images of the store's records."),
+        Option(help="Image to edit, for a model with model.reference; default: the companion images of the store."),
     ] = None
     bucket: Annotated[str | None, Option(help="HxW in pixels; default: the most common bucket.")] = None
     guidance: Annotated[float, Option(help="Classifier-free guidance scale; 1: none.")] = 4.0
@@ -137,7 +137,7 @@ class EvaluateRequest:
     ] = INCEPTION
     resize: Annotated[
         Literal["antialiased", "tensorflow"] | None,
-        Option(help="Resize for Inception; tensorflow: as the original FID and ADM's evaluator."),
+        Option(help="Resize for Inception; tensorflow: as in the original FID and ADM's evaluator."),
     ] = None
     source: Annotated[list[str], Option(help="Source images of the store, instead of decoding it; repeatable.")] = (
         field(default_factory=list)

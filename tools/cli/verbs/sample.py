@@ -23,7 +23,6 @@ from ...terminal.text import print_result, print_rows
 from ..options import (
     AsJson,
     Device,
-    Run,
     local_input,
     output,
     print_line,
@@ -83,7 +82,14 @@ def expand(name: str, request: Any, *left_out: str) -> Callable[[Callable[..., N
 
 @expand("request", SampleRequest)
 def sample(
-    run: Run,
+    run: Annotated[
+        Path,
+        typer.Argument(
+            parser=read_path,
+            metavar="RUN",
+            help="Run, output of 'leandit average', or with --recipe a published checkpoint.",
+        ),
+    ],
     out: Annotated[Path, output("Folder for grid.png and samples.json, or for the images of a set.")],
     request: SampleRequest,
     store: Annotated[Path | None, local_input("Store of the captions; default: the run's.")] = None,
