@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import shutil
 import subprocess
@@ -114,6 +115,15 @@ def test_a_class_with_another_name_is_a_change_though_no_record_says_so(before: 
     assert change_rows(report.changes) == [("source", "since the previous revision: classes renamed")]
     assert LatentStore(store).spec.classes == now.split()
     assert is_done(recipe, source, store)
+
+
+def test_other_libraries_go_the_ordinary_way(
+    caption_store: LatentStore, caption_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = importlib.metadata.version
+    for other in ("", "pillow", "torch", "diffusers", "transformers"):
+        monkeypatch.setattr("importlib.metadata.version", lambda name, o=other: "99.1" if name == o else real(name))
+        assert is_done(caption_recipe(), caption_folder, caption_store.path) == (not other), other
 
 
 def test_the_command_says_so_without_torch(caption_store: LatentStore, caption_folder: Path, tmp_path: Path) -> None:
