@@ -12,17 +12,18 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from faults import flip, without_seal
-from making import cut, encode, label_recipe, make_class_folder, store_digest
+from making import caption_recipe, cut, encode, label_recipe, make_class_folder, store_digest
 from stores import copy_of
 
 from leandit.datasets.disk.hashing import canonical_json, read_json
-from leandit.datasets.errors import DamageError
+from leandit.datasets.errors import DamageError, StoreError
 from leandit.datasets.format.schema import CommitRecord, Manifest, Reject
 from leandit.datasets.format.table_schemas import REJECTED, ROW_RESULTS, STORED
 from leandit.datasets.revisions import plan as plan_module
 from leandit.datasets.revisions.catalog import file_entry
 from leandit.datasets.revisions.commits import read_commit
 from leandit.datasets.revisions.plan import read_plan
+from leandit.datasets.revisions.writer import StoreWriter
 from leandit.precompute.planning import planner
 
 pytestmark = pytest.mark.usefixtures("small", "quick")
@@ -132,6 +133,23 @@ def test_a_plan_that_another_process_seals_while_it_is_read(
 
     monkeypatch.setattr(plan_module, name, read_late)
     assert read_plan(store, 1).records.num_rows == 4
+
+
+def test_a_store_without_any_one_commit_record_is_not_sealed(caption_folder: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    without_seal(lambda: encode(caption_recipe(), caption_folder, store))
+    records = sorted(
+        (store / "revisions/000001/commits").rglob("*.json"), key=lambda path: "captions" not in path.parts
+    )
+    assert "captions" in records[0].parts  # of the others the merge itself would see that they are missing
+    for path in records:
+        content = path.read_bytes()
+        path.unlink()
+        said = rf"1 of {len(records)} shards are not committed, the first is {int(path.stem)} of '.*{path.parent.name}'"
+        with pytest.raises(StoreError, match=said):
+            StoreWriter(store, read_plan(store, 1)).seal()
+        assert not list(store.rglob("manifest.json"))
+        path.write_bytes(content)
 
 
 def test_a_planned_record_in_no_shard_is_not_sealed(
