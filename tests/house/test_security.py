@@ -453,6 +453,23 @@ def test_any_json_of_a_store_with_wrong_types_is_refused_or_harmless(
     assert "other numbers" not in outcomes or name in COMMITS
 
 
+@pytest.mark.parametrize("part", ["buckets/64x64", "captions"])
+def test_results_of_rows_with_any_bytes_are_refused_or_harmless(part: str, unfinished: Path) -> None:
+    wanted, rng = read_all(unfinished, allow_incomplete=True), random.Random(0)
+    results, record = (unfinished / REVISION / f"commits/{part}/000000.{kind}" for kind in ("rows", "json"))
+    intact, document, outcomes = results.read_bytes(), read_json(record), set[str]()
+    for size in [len(intact)] * 8 + [0, 5, len(intact) - 1, len(intact) + 1]:
+        mutant = bytearray(intact.ljust(size, b"x")[:size])
+        for at in rng.sample(range(size), min(size, 4)):
+            mutant[at] = rng.randrange(256)
+        results.write_bytes(mutant)
+        document["files"][-1] = file_entry(document["files"][-1]["path"], bytes(mutant)).model_dump()
+        write_hashed(record, CommitRecord, document, "record_hash")
+        outcomes.add(refused_or_right(unfinished, wanted, allow_incomplete=True))
+    assert "DamageError" in outcomes
+    assert outcomes <= {"DamageError", "right", "other numbers"}  # of a size that does not fit: as if not there
+
+
 OF_PLAN = [
     ("records", "row", HUGE),
     ("records", "bucket", "../x"),
