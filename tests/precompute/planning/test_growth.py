@@ -171,6 +171,26 @@ def test_a_record_that_is_gone_stays_until_it_is_dropped(pair: tuple[Path, Path]
     assert LatentStore(path, revision=2).record("images/6.png").status == "stored"
 
 
+def test_a_key_that_is_listed_twice_is_one_record_and_one_reject_for_ever(tmp_path: Path, seen: Any) -> None:
+    source, path = make_caption_folder(tmp_path / "source", count=4), tmp_path / "store"
+    rewrite(source, lambda rows: rows.append(rows[1] | {"label": 7}))  # of the same label it would join the first
+    for seed in (None, 71, 72):  # the record is changed, so it stands behind its repetition; then again
+        seen.forget()
+        if seed:
+            smooth_image(seed, 60, 100).save(source / "images/1.png")
+        manifest = run(source, path).manifest
+        rows = [row for row in LatentStore(path).records.to_pylist() if row["key"] == "images/1.png"]
+        found = sorted((row["status"], row["reason"]) for row in rows)
+        assert found == [("rejected", "duplicate_key"), ("stored", None)]
+        assert LatentStore(path).record("images/1.png").status == "stored"
+        assert (manifest.num_planned, manifest.num_stored, seen.images) == (5, 4, 1 if seed else 4)
+        assert_covers_once(LatentStore(path))
+    seen.forget()
+    add_images(source, 4, 5)
+    run(source, path)
+    assert seen.images == 1
+
+
 def test_a_mended_file_is_taken_up_without_asking_and_others_when_asked(tmp_path: Path, seen: Any) -> None:
     source, path = make_class_folder(tmp_path / "source", classes=2, per_class=3), tmp_path / "store"
     (source / "n000/1.png").write_text("no image")
@@ -255,6 +275,20 @@ def test_a_process_that_another_one_overtakes_reports_the_newest_revision(
     report = run(*label_pair)
     assert (report.num_encoded, report.manifest.revision) == (0, 2)
     assert report.manifest.root_hash == LatentStore(label_pair[1]).root_hash
+
+
+def test_an_image_that_changes_behind_the_plan_is_encoded_by_the_next_command(tmp_path: Path) -> None:
+    source, path = make_class_folder(tmp_path / "source", classes=1, per_class=3), tmp_path / "store"
+
+    def change_once_planned(stage: str, done: int, total: int) -> None:
+        if stage == "scan":
+            smooth_image(8, 90, 90).save(source / "n000/1.png")
+
+    encode(label_recipe(), source, path, progress=change_once_planned)
+    assert LatentStore(path).record("n000/1.png").reason == "source_changed"
+    run(source, path)
+    record = LatentStore(path).record("n000/1.png")
+    assert (record.status, record.revision, record.height_px) == ("stored", 2, 90)
 
 
 def test_an_unfinished_store_of_other_settings_says_that_it_must_be_finished_first(tmp_path: Path) -> None:
