@@ -123,14 +123,6 @@ def denormalise(latents: torch.Tensor, spec: LatentSpec) -> torch.Tensor:
     return raw_latents(latents / scale + shift, spec)
 
 
-def model_latents(raw: torch.Tensor, spec: LatentSpec) -> torch.Tensor:
-    """Undo ``denormalise``: what a model sees of the output of the VAE's encoder; (B, C, H, W) float32."""
-    if spec.decoding is not None:
-        shift, scale = _shift_scale(tuple(spec.decoding.shift), tuple(spec.decoding.scale), raw.device)
-        raw = (raw - shift) * scale
-    return normalise(raw, spec)
-
-
 def raw_latents(rows: torch.Tensor, spec: LatentSpec) -> torch.Tensor:
     """Undo the scaling of imported rows, if there is one; (B, C, H, W) float32."""
     if spec.decoding is None:

@@ -1,4 +1,4 @@
-"""An image of the user to edit: cropped as a precompute crops images, to a bucket of the run."""
+"""An image of the user to edit: resized and cropped at the center, to a bucket of the run."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ all images packs them for ADM's evaluator (guided-diffusion, evaluations/evaluat
 
 from __future__ import annotations
 
-import hashlib
 import io
 from pathlib import Path
 from typing import Any
@@ -111,7 +110,7 @@ def describe(sampler: ImageSampler) -> dict[str, Any]:
         "seed": request.seed,
         "labels": sampler.subjects.labels,
         "captions": request.captions,
-        **({"image_sha256": hashlib.sha256(request.image.read_bytes()).hexdigest()} if request.image else {}),
+        **sampler.subjects.edits(),
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...datasets.batches.latents import denormalise, model_latents
+from ...datasets.batches.latents import denormalise, normalise
 from ...datasets.errors import RecipeError, RunError
 from ...datasets.format.buckets import bucket_size
 from ...train.models.build import most_tokens_a_side, patch_of
@@ -92,7 +92,7 @@ class ImageSampler:
         if request.image:
             buckets = [self.bucket] if request.bucket else list(snapshot.state["buckets"])
             pixels, self.bucket = read_own_image(request.image, buckets)
-            own_image = model_latents(torch.from_numpy(self.decoder.encode(pixels[None])), snapshot.latent)
+            own_image = normalise(torch.from_numpy(self.decoder.encode(pixels[None])), snapshot.latent)
         self.subjects = Subjects(snapshot, run, request, device, evenly=evenly, bucket=self.bucket, own_image=own_image)
 
     def summary(self) -> dict[str, Any]:
@@ -133,8 +133,7 @@ class ImageSampler:
 
     def originals(self, numbers: Sequence[int]) -> Iterator[np.ndarray]:
         """The images that the model edits, as it sees them, by number: (height_px, width_px, 3) uint8."""
-        for number in numbers:
-            yield from self._decode(self.subjects.references([number]))
+        return self._decode(self.subjects.references(numbers))
 
     def _decode(self, latents: torch.Tensor) -> Iterator[np.ndarray]:
         return decode_in_parts(self.decoder.decode, denormalise(latents.cpu(), self.snapshot.latent).numpy())

@@ -6,11 +6,11 @@ Embeddings of captions are read from a store, or encoded live by its text encode
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import torch
 
 from ...datasets.batches.captions import Captions as PackedCaptions
@@ -18,6 +18,7 @@ from ...datasets.disk.hashing import read_json
 from ...datasets.errors import EncoderError, RunError, StoreError
 from ...datasets.format.schema import UNKNOWN
 from ...datasets.order.shuffle import keyed_hash
+from ...datasets.revisions.local import vae_of
 from ...datasets.store import LatentStore
 from ...precompute.config import TextSection
 from ...precompute.encoders.model_files import nothing_fetched
@@ -45,8 +46,8 @@ class Subjects:
       evenly: as for a grid.
       bucket: of the records to edit.
       own_image: (1, C, H, W) latents of an image to edit instead, as the model sees them; None: there is none.
-    Raises: RecipeError: the model does not take these subjects; RunError: there is no store to choose captions or
-      images to edit from; EncoderError: a caption cannot be encoded; UnknownKey: the store has no images to edit.
+    Raises: RecipeError: the model does not take these subjects; RunError: no store to choose captions or
+      images to edit from, or one of another VAE; EncoderError: a caption cannot be encoded.
     """
 
     def __init__(
@@ -68,27 +69,28 @@ class Subjects:
         takes_text = snapshot.spec.takes_text
         self._captions = Captions(snapshot, run, request.store, request.text, device) if takes_text else None
         self._embedded = self._captions.embed(texts) if self._captions and texts else []
-        self._records = self._open_records(request, bucket)
-        if requested:
+        self._image = request.image
+        self._records = self._open_records(bucket)
+        if self._records and not requested:
+            self.total = min(self.total, len(self._records)) if evenly else self.total
+            self._edited = self._spread(len(self._records), self.total)
+        elif requested:
             self._choices, self._choose = requested, lambda number: number % len(requested)
             if self._records:  # each record with all captions
                 choose = self._spread(len(self._records), -(-self.total // len(requested)))
-                self._choose_record = lambda number: choose(number // len(requested))
-            return
-        if self._records and self._captions:
-            self.total = min(self.total, len(self._records)) if evenly else self.total
-            self._choose_record = self._choose = self._spread(len(self._records), self.total)
-            ids = pa.array(self._records.caption_ids(np.arange(len(self._records))))
-            self._choices = self._captions.store.captions["text"].take(ids)
-            return
-        self._choices = (
-            self._captions.store.captions["text"] if self._captions else range(len(snapshot.state["classes"]))
-        )
-        self.total = min(self.total, len(self._choices)) if self._captions and evenly else self.total
-        self._choose = self._spread(len(self._choices), self.total)
+                self._edited = lambda number: choose(number // len(requested))
+        else:
+            self._choices = (
+                self._captions.store.captions["text"] if self._captions else range(len(snapshot.state["classes"]))
+            )
+            self.total = min(self.total, len(self._choices)) if self._captions and evenly else self.total
+            self._choose = self._spread(len(self._choices), self.total)
 
     def __getitem__(self, number: int) -> int | str:
         """The class index or caption of an image."""
+        if self._records and not self._embedded:
+            (caption,) = self._records.caption_ids(np.array([self._edited(number)]))
+            return self._records.store.captions["text"][caption].as_py()
         choice = self._choices[self._choose(number)]
         return choice if isinstance(choice, int | str) else choice.as_py()
 
@@ -110,15 +112,33 @@ class Subjects:
         if self._own_image is not None:
             return self._own_image.expand(len(numbers), -1, -1, -1)
         assert self._records, "a model that edits has one or the other"
-        return self._records.latents(np.array([self._choose_record(number) for number in numbers]))
+        return self._records.latents(np.array([self._edited(number) for number in numbers]))
 
-    def _open_records(self, request: SampleRequest, bucket: str) -> EditRecords | None:
-        """The records of the store to edit; None: the model edits no image, or one of the user."""
+    def edits(self) -> dict[str, str]:
+        """What identifies the images that are edited; nothing for a model that edits none."""
+        if self._image:
+            return {"image_sha256": hashlib.sha256(self._image.read_bytes()).hexdigest()}
+        if not self._records:
+            return {}
+        store = self._records.store
+        return {"edits_of": store.root_hash or store.spec.fingerprint}
+
+    def _open_records(self, bucket: str) -> EditRecords | None:
+        """Images to edit, of the first store that has some in the bucket; None: the model edits none of a store."""
         name = self._snapshot.spec.reference
-        if not name or request.image:
+        if not name or self._image:
             return None
         assert self._captions, "a model that edits takes captions"
-        return EditRecords(self._captions.store, name, bucket, self._snapshot.latent)
+        vae = self._snapshot.state["vae"]["weights_sha256"]
+        for store in self._captions.stores:
+            if bucket in store.buckets and name in store.companions:
+                if vae_of(store.spec, store.path)["weights_sha256"] != vae:
+                    raise RunError(f"store '{store.path}': its latents come from another VAE. Check --store.")
+                return EditRecords(store, name, bucket, self._snapshot.latent)
+        raise RunError(
+            f"store '{self._captions.store.path}': no images '{name}' to edit of {bucket} px. Use another --bucket or "
+            "--store, or give an image with --image and --caption."
+        )
 
     def _spread(self, num_choices: int, count: int) -> Callable[[int], int]:
         """From a number to a choice: ``count`` of them evenly from the first to the last, or each drawn by the seed."""
@@ -144,8 +164,8 @@ class Captions:
         self._encoders = text_encoders(snapshot.state)
         if text and len(self._encoders) > 1:
             raise EncoderError(f"--text '{text}': the model reads {len(self._encoders)} text encoders. Leave it out.")
-        self._stores = [LatentStore(store, allow_incomplete=True)] if store else _stores_of(run)
-        for opened in self._stores:
+        self.stores = [LatentStore(store, allow_incomplete=True)] if store else _stores_of(run)
+        for opened in self.stores:
             stored = {encoder.name: encoder.encoder.weights_sha256 for encoder in opened.spec.text_encoders}
             if stored and any(stored.get(name) != made["weights_sha256"] for name, made in self._encoders.items()):
                 raise RunError(f"store '{opened.path}': its captions come from another text encoder. Check --store.")
@@ -156,12 +176,12 @@ class Captions:
 
         Raises: RunError: there is none.
         """
-        if not self._stores:
+        if not self.stores:
             raise RunError(
                 f"run '{self._run}': its store is missing, so it has no captions or images to edit. Pass --store, or "
                 "--caption (with --image, if the model edits images)."
             )
-        return self._stores[0]
+        return self.stores[0]
 
     def embed(self, captions: Sequence[str]) -> list[Embedded]:
         """Embeddings of each caption: of the first store that has it, else encoded now.
@@ -169,7 +189,7 @@ class Captions:
         Raises: EncoderError: a caption is not in a store, and its encoder is missing or another one.
         """
         embedded: dict[str, Embedded] = {}
-        for store in reversed(self._stores):
+        for store in reversed(self.stores):
             for caption, row in zip(captions, store.find_captions(list(captions)), strict=True):
                 if row is not None:
                     embedded[caption] = {name: _stored_caption(store, name, row) for name in self._encoders}

@@ -21,7 +21,8 @@ class EditRecords:
     """
 
     def __init__(self, store: LatentStore, name: str, bucket: str, latent: LatentSpec) -> None:
-        self._index, self._images, self._latent = store.index(bucket), store.companion(name, bucket), latent
+        self.store, self._latent = store, latent
+        self._index, self._images = store.index(bucket), store.companion(name, bucket)
 
     def __len__(self) -> int:
         return len(self._index)

@@ -85,7 +85,7 @@ def test_a_grid_while_training_shows_held_out_images_beside_their_edits(
     store: LatentStore, edited: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run.open(train_recipe("qwen-image-tiny", *EDITS), [store], CPU, print)
-    subjects = choose_edits(run, 0, {bucket: store.buckets[bucket] for bucket in store.buckets}, count=2)
+    subjects = choose_edits(run, 0, count=2)
     held_out = run.loader.dataset.reader.order.plans[0].selection.held_out
     (bucket,) = {
         name for name in store.buckets if latent_size_of(name, store.spec.latent) == subjects.reference.shape[2:]
@@ -105,6 +105,19 @@ def test_a_grid_while_training_shows_held_out_images_beside_their_edits(
     file = load_file(kept / "samples/step-2.safetensors")
     torch.testing.assert_close(file["latents"], denormalise(wanted, snapshot.latent))
     torch.testing.assert_close(file["reference"], denormalise(subjects.reference, snapshot.latent))
+
+
+def test_images_to_edit_are_of_a_bucket_that_the_store_trains(store: LatentStore) -> None:
+    settings = ("model.reference=edit", "schedule.kind=constant", "run.steps=2")
+    common = max(store.buckets, key=lambda name: store.buckets[name])
+    for aspect in ("data.min_aspect=0.1", "data.min_aspect=1.2", "data.max_aspect=0.9"):
+        run = Run.open(train_recipe("qwen-image-tiny", *settings, aspect), [store], CPU, print)
+        counts = run.loader.dataset.reader.order.plans[0].selection.counts
+        bucket = max(counts, key=lambda name: counts[name])
+        subjects = choose_edits(run, 0, count=50)
+        assert len(subjects.names) == counts[bucket] > 0
+        assert subjects.reference.shape[2:] == latent_size_of(bucket, store.spec.latent)
+        assert (bucket == common) == (counts.get(common, 0) > 0)
 
 
 def test_edits_of_records_and_of_an_own_image_are_drawn(store: LatentStore, edited: Path, tmp_path: Path) -> None:
@@ -146,6 +159,7 @@ def test_edits_of_records_and_of_an_own_image_are_drawn(store: LatentStore, edit
         ({"image": Path("absent.png"), "captions": ["a"]}, SourceError, r"--image 'absent\.png'"),
         ({"image": Path(__file__), "captions": ["a"]}, SourceError, "--image"),
         ({"image": Path(__file__)}, LeanditError, "--caption"),
+        ({"bucket": "128x128"}, RunError, "no images 'edit' to edit of 128x128 px"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(

@@ -63,7 +63,8 @@ def draw_grid(run: Run, subjects: Subjects, size: tuple[int, int]) -> Tensor:
         autocast=run.autocast_dtype,
         tf32=section.precision == "tf32",
     )
-    most = max(1, FORWARD_TOKENS // (2 * tokens_per_image(run.spec, size)))
+    images = 1 if subjects.reference is None else 2  # whose tokens the model sees
+    most = max(1, FORWARD_TOKENS // (2 * images * tokens_per_image(run.spec, size)))
     each = -(-count // ranks.world_size)
     conditioning = subjects.conditioning(run.conditioner, run.device)
     drawn = torch.zeros(count, run.spec.channels, *size, device=run.device)
@@ -107,26 +108,24 @@ def choose_subjects(
     return _captioned(store, ids)
 
 
-def choose_edits(
-    run: Run, number: int, buckets: Mapping[str, int], *, count: int, own: Subjects | None = None
-) -> Subjects:
-    """Records to edit, spread evenly over the held-out ones of a bucket, else over all that train, with their captions.
+def choose_edits(run: Run, number: int, *, count: int, own: Subjects | None = None) -> Subjects:
+    """Records of one bucket to edit, spread evenly, with their captions: held-out ones if there are any, else others.
 
     Args:
       number: of the store.
-      buckets: that train, with their number of records.
       count: of images; fewer if the bucket has fewer records.
-      own: captions instead, each for another record.
+      own: captions instead, each with the next record.
     """
     reader = run.loader.dataset.reader
     store, selection = reader.stores[number], reader.order.plans[number].selection
     held_out = selection.held_out if selection else {}
-    held_out = {bucket: held_out[bucket] for bucket in buckets if len(held_out.get(bucket, ()))}
-    counts = {bucket: len(positions) for bucket, positions in held_out.items()} or buckets
+    held_out = {bucket: positions for bucket, positions in held_out.items() if len(positions)}
+    trained = selection.counts if selection else store.buckets
+    counts = {bucket: len(positions) for bucket, positions in held_out.items()} or trained
     bucket = max(counts, key=lambda name: counts[name])
     records = EditRecords(store, run.spec.reference, bucket, reader.latent_specs[number])
-    of_bucket = held_out or (selection.positions if selection else {})
-    positions = np.asarray(of_bucket.get(bucket, range(len(records))))
+    positions = held_out[bucket] if held_out else selection.positions[bucket] if selection else None
+    positions = np.arange(len(records)) if positions is None else positions  # all
     count = len(own.names) if own else min(count, len(positions))
     chosen = positions[_spread(len(positions), count)]
     subjects = own or _captioned(store, records.caption_ids(chosen))

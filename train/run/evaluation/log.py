@@ -6,7 +6,7 @@ The trainer never loads a decoder and never waits for one, except at the end of 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -118,7 +118,7 @@ class Log:
         number, section = next(first, (0, data))
         buckets = buckets_at(data, run.stores, run.step)
         if number not in self._subjects:
-            self._subjects[number] = self._choose_subjects(number, section, buckets)
+            self._subjects[number] = self._choose_subjects(number, section)
         subjects, latent = self._subjects[number], run.loader.dataset.reader.latent_specs[number]
         if subjects.reference is None:
             size = latent_size_of(max(buckets, key=lambda name: buckets[name]), latent)  # the most common one
@@ -134,11 +134,11 @@ class Log:
             write_atomic(self._decoding.path_of(run.step), file)
             self._decoding.start()
 
-    def _choose_subjects(self, number: int, section: RecordsSection, buckets: Mapping[str, int]) -> Subjects:
+    def _choose_subjects(self, number: int, section: RecordsSection) -> Subjects:
         run, count, own = self._run, self._run.recipe.run.sample_count, self._own_subjects
         reader, takes_text = run.loader.dataset.reader, run.spec.takes_text
         if run.spec.reference:
-            subjects, kind = choose_edits(run, number, buckets, count=count, own=own), "images to edit in one bucket"
+            subjects, kind = choose_edits(run, number, count=count, own=own), "images to edit in one bucket"
         elif own:
             return own
         else:
