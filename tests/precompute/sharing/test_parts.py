@@ -139,6 +139,18 @@ def test_a_lease_of_another_machine_ends_when_it_is_not_touched_and_one_without_
     assert seconds_until_taken(path) >= 0.3
 
 
+def test_a_live_lease_is_touched_and_never_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "LEASE_SECONDS", 2.0)
+    monkeypatch.setattr(leases, "TOUCH_SECONDS", 0.1)
+    first, second = Lease(tmp_path / "a.lock"), Lease(tmp_path / "a.lock")
+    assert first.take()
+    end = time.monotonic() + 2.5
+    while time.monotonic() < end:
+        assert not second.take()
+        time.sleep(0.05)
+    first.release()
+
+
 def test_the_lease_of_another_container_is_not_taken_for_one_of_the_dead(tmp_path: Path) -> None:
     # Both containers of a pod have the host's name; the number of a process in one is nobody, or another, in the other.
     path, dead = tmp_path / "a.lock", 2**22 + 1  # beyond the kernel's largest process id
