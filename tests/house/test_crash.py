@@ -14,11 +14,13 @@ from pathlib import Path
 
 import harness
 import pytest
-from faults import processes_of_session
+from faults import processes_of_session, start
 from stores import ImageSource
 
 from leandit.datasets.disk.files import Failpoint
+from leandit.datasets.disk.strays import sweep_strays
 from leandit.datasets.store import LatentStore
+from leandit.precompute.planning import opening
 from leandit.precompute.planning.compare import Options
 from leandit.precompute.sharing import leases
 
@@ -250,6 +252,35 @@ def test_a_coordinator_that_stands_still_is_not_waited_for(
         assert outcome.code == (0 if ending == signal.SIGCONT else -signal.SIGKILL), outcome.message
         assert first.run(store).code == 0
         harness.assert_whole(store, first, "after the other woke up")
+
+
+def test_a_sweep_survives_what_others_remove_meanwhile(tmp_path: Path) -> None:
+    def come_and_go() -> None:
+        while True:
+            for verb in (Path.mkdir, Path.rmdir):
+                for i in range(20):
+                    verb(tmp_path / f"leases-{i}")
+
+    other = start(come_and_go)
+    try:
+        deadline = time.monotonic() + 1
+        while time.monotonic() < deadline:
+            assert sweep_strays(tmp_path) == []
+    finally:
+        other.signal(signal.SIGKILL)
+        other.wait()
+
+
+def test_a_plan_that_others_finish_between_two_looks_is_found(
+    first: harness.Scenario, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look, early = opening.planned_revisions, [list[int]()]
+    monkeypatch.setattr(opening, "planned_revisions", lambda root: early.pop() if early else look(root))
+    with first.store() as store:
+        assert first.run(store, Failpoint("die", len(first.operations) // 2)).died
+        plan = opening.newest_plan(store)
+        assert plan is not None
+        assert plan.revision == 1
 
 
 # --- A lying disk -----------------------------------------------------------------------------------------------------
