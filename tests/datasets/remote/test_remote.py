@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -298,6 +299,25 @@ def test_a_shard_that_is_truncated_in_the_local_folder_is_named(caption_store: L
         store.latents(bucket).take([0])
 
 
+def test_a_loader_that_is_closed_or_dropped_brings_no_more_shards(caption_store: LatentStore, tmp_path: Path) -> None:
+    upload(caption_store.path, "faulty://one")
+    store = LatentStore("faulty://one", remote={"folder": tmp_path / "local"})
+    lists: list[int] = []
+    assert store.remote is not None
+    store.remote.prefetch = lambda paths: lists.append(len(list(paths)))  # type: ignore[method-assign]
+    for end in ("close", "drop"):
+        loader = make_loader(store, global_batch=2)
+        next(iter(loader))
+        assert lists.pop() > 0
+        if end == "close":
+            loader.dataset.close()
+        del loader
+        gc.collect()
+        wait_until(lambda: gc.collect() < 0 or lists, 20)  # a thread that reads ahead holds it until its batch is there
+        assert lists == [0], end
+        lists.clear()
+
+
 def test_manifests_that_went_or_came_are_seen(grown_store: Path, tmp_path: Path) -> None:
     fs, plan = upload(grown_store, "faulty://grows"), "revisions/000003/plan/plan.json"
     newest = {path: fs.cat_file(path) for path in fs.find("/grows/revisions/000003")}
@@ -317,6 +337,19 @@ def test_manifests_that_went_or_came_are_seen(grown_store: Path, tmp_path: Path)
     fs.rm("/grows/revisions/000003", recursive=True)
     assert revision() == 2
     assert not list((tmp_path / "local/store/revisions/000003").rglob("*.json"))
+
+
+def test_small_files_come_once_and_again_where_they_are_damaged(caption_store: LatentStore, tmp_path: Path) -> None:
+    upload(caption_store.path, "faulty://small")
+    folder = open_remote("faulty://small", folder=tmp_path / "local")
+    table = folder.store / OWN / "records.parquet"
+    FaultyFileSystem.requests.clear()
+    open_remote("faulty://small", folder=tmp_path / "local")
+    assert {path.rpartition("/")[2] for path in FaultyFileSystem.requests} == {"manifest.json", "local.json"}
+    assert len(FaultyFileSystem.requests) == 2
+    table.write_bytes(flip(table.read_bytes()))
+    open_remote("faulty://small", folder=tmp_path / "local")
+    assert table.read_bytes() == (caption_store.path / OWN / "records.parquet").read_bytes()
 
 
 def test_a_large_store_is_opened_without_a_listing(
@@ -401,6 +434,15 @@ def test_wrong_bytes_are_tried_again_once(wrong: Callable[[bytes], bytes], tmp_p
     assert folder.num_fetched == 1
 
 
+def test_a_shard_comes_in_pieces_and_a_broken_one_alone_comes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_reader, "PIECE_BYTES", 100)
+    FaultyFileSystem.faults = {PATHS[0]: [lambda c: c, lambda c: c, ConnectionResetError()]}
+    assert made_up(tmp_path / "local").fetch(PATHS[0]).read_bytes() == CONTENT[PATHS[0]]
+    assert FaultyFileSystem.requests.total() == 7 + 1
+
+
 def test_a_path_that_is_no_shard_and_a_hash_that_is_no_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DamageError, match=r"\.\./zarr.json' is not a shard"):
         made_up(tmp_path / "local").fetch("../zarr.json")
@@ -478,6 +520,16 @@ def test_a_new_list_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
     folder.prefetch(PATHS)
     folder.close()
     assert not folder._threads
+
+
+def test_what_goes_wrong_ahead_is_told_by_the_fetch(tmp_path: Path) -> None:
+    FaultyFileSystem.faults = {PATHS[0]: [PermissionError("no")] * 2, PATHS[1]: [PermissionError("no")]}
+    folder = made_up(tmp_path / "local", threads=1)
+    folder.prefetch(PATHS[:3])
+    wait_until(lambda: PATHS[2] in here(folder), 20)
+    with pytest.raises(StoreError, match=rf"{PATHS[0]}.*cannot be accessed"):
+        folder.fetch(PATHS[0])
+    assert folder.fetch(PATHS[1]).read_bytes() == CONTENT[PATHS[1]]
 
 
 def test_threads_in_a_narrow_folder_read_right_bytes_and_never_exceed_it(tmp_path: Path) -> None:
@@ -577,6 +629,31 @@ def test_processes_that_share_a_narrow_folder_keep_to_it(opened: Callable[..., R
     assert [outcome.message for outcome in outcomes] == [""] * 3
     assert max(outcome.value for outcome in outcomes) <= capacity
     assert bytes_in(local) <= capacity
+
+
+def test_processes_and_threads_that_want_the_same_shards_bring_them_once(
+    opened: Callable[..., RemoteFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = RemoteReader._request
+
+    def slow(*args: Any) -> bytes:
+        time.sleep(0.05)
+        return read(*args)
+
+    monkeypatch.setattr(RemoteReader, "_request", slow)
+
+    def work() -> int:
+        folder = opened()
+        folder.prefetch(PATHS)
+        with ThreadPoolExecutor(8) as pool:
+            for path, local in zip(PATHS * 8, pool.map(folder.fetch, PATHS * 8), strict=True):
+                assert local.read_bytes() == CONTENT[path]
+        return folder.num_fetched
+
+    children = [start(work) for _ in range(3)]
+    outcomes = [child.wait() for child in children]
+    assert [outcome.message for outcome in outcomes] == [""] * 3
+    assert sum(outcome.value for outcome in outcomes) == len(PATHS)
 
 
 def test_a_fork_reads_on(s3: str, caption_store: LatentStore, tmp_path: Path) -> None:
