@@ -313,7 +313,9 @@ def test_a_loader_that_is_closed_or_dropped_brings_no_more_shards(caption_store:
             loader.dataset.close()
         del loader
         gc.collect()
-        wait_until(lambda: gc.collect() < 0 or lists, 20)  # a thread that reads ahead holds it until its batch is there
+        wait_until(
+            lambda: gc.collect() < 0 or lists, 120
+        )  # a thread that reads ahead holds it until its batch is there
         assert lists == [0], end
         lists.clear()
 
@@ -526,7 +528,7 @@ def test_what_goes_wrong_ahead_is_told_by_the_fetch(tmp_path: Path) -> None:
     FaultyFileSystem.faults = {PATHS[0]: [PermissionError("no")] * 2, PATHS[1]: [PermissionError("no")]}
     folder = made_up(tmp_path / "local", threads=1)
     folder.prefetch(PATHS[:3])
-    wait_until(lambda: PATHS[2] in here(folder), 20)
+    wait_until(lambda: PATHS[2] in here(folder), 120)
     with pytest.raises(StoreError, match=rf"{PATHS[0]}.*cannot be accessed"):
         folder.fetch(PATHS[0])
     assert folder.fetch(PATHS[1]).read_bytes() == CONTENT[PATHS[1]]
