@@ -104,7 +104,7 @@ def test_two_processes_of_which_one_is_killed_make_the_bytes_of_one(
     said: list[str] = []
 
     def check(started: list[LocalProcess]) -> None:
-        if len(started) == 2 and any((tmp_path / "store").glob("revisions/*/plan")):
+        if len(started) == 2 and (tmp_path / "store").is_dir():  # later it may have ended already
             started[0]._process.kill()
 
     outputs = with_processes(source, tmp_path / "store", check=check, said=said)
