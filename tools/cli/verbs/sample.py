@@ -33,16 +33,8 @@ from ..options import (
 )
 from ..preflight import check_evaluation, check_run, check_subjects
 
-NOT_EVALUATED = (
-    "labels",
-    "captions",
-    "image",
-    "count",
-    "batch",
-    "recipe",
-    "encoders",
-    "compiled",
-)  # options of sample alone
+# Options of sample alone.
+NOT_EVALUATED = ("labels", "captions", "image", "count", "batch", "recipe", "encoders", "compiled")
 
 
 def expand(name: str, request: Any, *left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
