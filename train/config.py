@@ -67,7 +67,8 @@ class LoraSection(Section):
     """Name suffixes of the linear layers that get adapters; empty: queries, keys, values, outputs of attention."""
     frozen: Literal["float32", "bf16", "int8"] = "float32"
     """How the blocks' frozen linear layers are stored. "bf16": half the memory and the same results, where matmuls are
-    in bf16. "int8": a quarter of the memory, rounded with a scale for each row, by torchao; not sharded."""
+    in bf16. "int8": a quarter of the memory, rounded with a scale for each row, by torchao; not with FSDP or
+    DeepSpeed."""
 
 
 class ConditioningSection(Section):
@@ -157,7 +158,7 @@ class RunSection(Section):
     """Linear layers of blocks in FP8 (Ada, Hopper or newer), scaled by torchao; "tensorwise": per matrix; "rowwise":
     per row; "rowwise_with_gw_hp": the same, with weight gradients in bf16."""
     compile: bool = True
-    """torch.compile per block, on a GPU; not with DeepSpeed."""
+    """torch.compile per block, on a GPU; not with DeepSpeed's ZeRO-3."""
     activation_checkpointing: Annotated[Literal["none", "blocks", "selective"], BeforeValidator(_checkpointing)] = (
         "none"
     )

@@ -176,7 +176,8 @@ class DataSection(RecordsSection):
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the records kept out of training, by a hash of their keys; run.evaluate_every reports their loss."""
     mixture: list[StoreSection] = Field(default=[])
-    """Stores to train on together, each with a weight, instead of --store. Record keys beside it apply to all."""
+    """Stores to train on together, each with a weight, instead of --store. Filter and caption keys beside it
+    apply to all."""
     stages: list[StageSection] = Field(default=[])
     """Stores or mixtures to train on one after the other, instead of --store."""
 

@@ -224,7 +224,7 @@ def describe_train(recipe: TrainRecipe, store_path: Path | str | None, device: t
         model = build_model(spec, seed=0)
     parameters, trained = sum(p.numel() for p in model.parameters()), trained_parameters(model).values()
     num_trained = sum(p.numel() for p in trained)
-    frozen = f" {shortened(num_trained)} of them trained" if num_trained < parameters else ""
+    frozen = f", {shortened(num_trained)} of them trained" if num_trained < parameters else ""
     rows += [
         ("model", f"{spec.name}, {shortened(parameters)} parameters{frozen}, {spec.channels} latent channels"),
         ("memory", "see 'leandit plan train'"),

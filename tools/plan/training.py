@@ -234,7 +234,7 @@ def render(result: dict[str, Any]) -> str:
         kind = f"on {result['gpu']}, estimated from published trainers; --run takes a measured one"
     text = f", {result['caption_tokens']} caption tokens" if result["caption_tokens"] else ""
     size = f"{shortened(result['parameters'])} parameters"
-    size += f" {shortened(result['trained_parameters'])} of them trained" if result["lora_rank"] else ""
+    size += f", {shortened(result['trained_parameters'])} of them trained" if result["lora_rank"] else ""
     parts = {PARAMETERS: "params", GRADIENTS: "grads", OPTIMIZER: "optim", EMA: "EMA", ACTIVATIONS: "activ."}
     parts |= {"workspace": "work"}
     memory = [["strategy", "images", *parts.values(), "total", "host"]]

@@ -25,14 +25,14 @@ class RoutingSection(Section):
     """Some tokens skip the middle blocks of a DiT in training; each image has its own random ones."""
 
     kind: Literal["none", "tread", "sprint"] = "none"
-    """"tread": they return unchanged. "sprint": the outputs of both paths are fused, with a mask token for skipped
-    ones; a fused model keeps this layer when it samples."""
+    """"tread": skipped tokens return unchanged. "sprint": the outputs of both paths are fused, with a mask token for
+    skipped tokens; a fused model keeps this layer when it samples."""
     share: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Share of the tokens that skip; the number is the same for all images, so compiled shapes stay the same."""
     first_block: Positive = 3
-    """The first block that they skip, from 1."""
+    """The first block that these tokens skip, from 1."""
     last_block: Count = 0
-    """The last one; 0: three blocks follow it for "tread", as published, two for "sprint"."""
+    """The last block that they skip; 0: three blocks follow it for "tread", as published, two for "sprint"."""
     stop_step: Count = 0
     """Last step with routing, before steps with all tokens; 0: all."""
     path_drop: Share = 0.0
