@@ -42,7 +42,7 @@ from .format.row_layout import (
     view_suffix,
 )
 from .format.schema import TextEncoder
-from .format.table_schemas import suffixes
+from .format.table_schemas import PLACEMENT, suffixes
 from .format.zarr_shard import ArrayLayout
 from .revisions.catalog import REPAIR
 from .revisions.opened import OpenedRevision
@@ -52,14 +52,6 @@ if TYPE_CHECKING:
     import zarr
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
-SIZE_COLUMNS = (
-    "height_px",
-    "width_px",
-    "resized_height_px",
-    "resized_width_px",
-    "crop_top_px",
-    "crop_left_px",
-)
 
 
 class LatentStore(OpenedRevision):
@@ -192,12 +184,12 @@ class LatentStore(OpenedRevision):
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """(records, 6) int32 pixels, for micro-conditioning: SIZE_COLUMNS of each record of the records table.
+        """(records, 6) int32 pixels, for micro-conditioning: PLACEMENT of each record of the records table.
 
         ``Batch.records`` and ``index(bucket).records`` are positions in it. 0 for records rejected at scan.
         """
-        table = self.record_columns(SIZE_COLUMNS)
-        return np.stack([pc.fill_null(table[name], 0).to_numpy() for name in SIZE_COLUMNS], axis=1)
+        table = self.record_columns(PLACEMENT)
+        return np.stack([pc.fill_null(table[name], 0).to_numpy() for name in PLACEMENT], axis=1)
 
     # Records.
 
@@ -260,10 +252,6 @@ class LatentStore(OpenedRevision):
         """
         suffix = self._view_suffix(variant, flipped=flipped)
         return self.array(f"{bucket_part(bucket)}/{self.spec.latent.array}{suffix}")
-
-    def flipped_latents(self, bucket: str) -> ShardedArray:
-        """``latents`` of the horizontally flipped images."""
-        return self.latents(bucket, flipped=True)
 
     def _view_suffix(self, variant: int, *, flipped: bool) -> str:
         if flipped and not self.spec.latent.flip:

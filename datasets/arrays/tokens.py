@@ -64,11 +64,6 @@ class CaptionTokens:
         return pooled_rows(self.spec, self.starts)
 
     @property
-    def paths(self) -> list[str]:
-        """Paths of tokens, scales and pooled vectors, in the order of a caption's checksum."""
-        return [f"{caption_folder(self.name)}/{name}" for name in caption_rows(self.spec)]
-
-    @property
     def arrays(self) -> list[ShardedArray]:
         """The tokens, (tokens, D) in the dtype on disk; for int8 also the scale of each token, (tokens,) float32.
 
@@ -89,7 +84,7 @@ class CaptionTokens:
         return StoredTokens.of([array.read(start, start + length) for array in self.arrays])
 
     def stored_rows(self, caption_id: int) -> list[np.ndarray]:
-        """Rows of a caption in each array of ``paths``."""
+        """Rows of a caption in each array that it has: tokens, scales, pooled vectors."""
         start, length = int(self.starts[caption_id]), int(self.lengths[caption_id])
         rows = self.stored_at(start, length).parts if self.spec.has_tokens else []
         if self.spec.pooled_width:

@@ -4,15 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ..disk.cached import cached_property
-from ..errors import RecipeError
 from ..format.schema import LatentSpec
 from .captions import Captions
 from .latents import final_latents, mean_latents
+
+
+class Records(NamedTuple):
+    """Some records of one bucket, looked up and not yet read.
+
+    Args:
+      rows: (B,) int64 in ``store.latents(bucket)``.
+      records: (B,) int64 positions in the records table.
+      labels: (B,) class index, -1 for none.
+      views: (B,) int64 the crop to read of each image, flipped or not, as ``view_suffixes`` numbers them; None if the
+        store has one view.
+      caption_ids: (B,) int64 the caption chosen for each, or None.
+      draw_keys: (B,) int64 keys of the posterior draw, or None without a posterior.
+    """
+
+    rows: np.ndarray
+    records: np.ndarray
+    labels: np.ndarray
+    views: np.ndarray | None
+    caption_ids: np.ndarray | None
+    draw_keys: np.ndarray | None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -120,15 +141,6 @@ class Batch:
     def caption_lengths(self) -> torch.Tensor | None:
         """(B,) int64 tokens of each caption of the first text encoder, or None."""
         return None if self.text is None or not self.text.has_tokens else self.text.offsets.diff().long()
-
-    @property
-    def caption_offsets(self) -> torch.Tensor:
-        """(B + 1,) int32 where each packed caption begins, then the end: cu_seqlens of variable-length attention."""
-        if self.text is None:
-            raise RecipeError("this batch has no captions: the store has none, or the reader was created without them.")
-        if not self.text.has_tokens:
-            raise RecipeError("this text encoder stores only pooled vectors, so its captions have no lengths.")
-        return self.text.offsets
 
     def finish(self) -> Batch:
         """Compute latents, captions, features and images now."""

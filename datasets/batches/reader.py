@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -20,19 +20,26 @@ from ..format.row_layout import LATENTS, view_suffixes
 from ..format.schema import LatentStatistics
 from ..order.alike import check_alike
 from ..order.batch_plan import BatchOrder, BatchPlan, PlannedBatch
-from ..order.caption_odds import CaptionOdds
+from ..order.caption_odds import CaptionOdds, choose_captions
+from ..order.shuffle import PURPOSE_CAPTION, PURPOSE_VIEW, keyed_choice, keyed_uniform
 from ..order.slices import rank_slice
 from ..revisions.latent_statistics import merge_statistics
 from ..store import LatentStore
-from .batch import Batch, FeatureBatch
+from .batch import Batch, FeatureBatch, Records
 from .buffer_pool import BufferPool
 from .captions import TextForm, read_captions
-from .latents import Normalise, normalised_as
-from .lookup import Lookup, Records, WantedBatch
+from .latents import Normalise, draw_keys, normalised_as
 from .row_checks import RowCheck, RowChecks, group_arrays
 
 PLANNED_AHEAD = 32  # batches planned together: one alone takes a tenth of the time of all
 KEPT_GROUPS = 2  # of planned batches: threads read on both sides of a boundary
+
+
+class WantedBatch(NamedTuple):
+    """A global batch, and a rank's records of it, before they are read."""
+
+    planned: PlannedBatch
+    records: Records
 
 
 class BatchReader(Dataset):
@@ -79,6 +86,7 @@ class BatchReader(Dataset):
         self.stores, self.order = list(stores), order
         self.seeds = [plan.seed if seed is None else seed for plan in order.plans]
         rank_slice(0, rank, world_size)  # checks the rank
+        self._rank, self._world_size = rank, world_size
         if text not in get_args(TextForm):
             raise RecipeError(f"text {text!r}: expected one of {', '.join(get_args(TextForm))}.")
         if check not in get_args(RowCheck):
@@ -103,9 +111,8 @@ class BatchReader(Dataset):
                         f"'{self.stores[0].path}'. Leave it out, or mix other stores."
                     )
         odds = caption_odds if caption_odds and text != "none" else [None] * len(self.stores)
-        bounds = [of_store and of_store.bounds(store) for of_store, store in zip(odds, self.stores, strict=True)]
+        self._caption_bounds = [one and one.bounds(store) for one, store in zip(odds, self.stores, strict=True)]
         self.caption_odds = [of_store and of_store.identity() for of_store in odds] if any(odds) else None
-        self._lookup = Lookup(self.stores, self.seeds, rank, world_size, text != "none", bounds)
         self._buffers = BufferPool(pin=pin)
         self._checks = RowChecks(self.stores, check, (*self._features, *self._companions))
         self.reset()
@@ -193,8 +200,52 @@ class BatchReader(Dataset):
             if group not in self._planned:
                 planned = self.order.batches(group * PLANNED_AHEAD, PLANNED_AHEAD)
                 kept = list(self._planned.items())[-KEPT_GROUPS + 1 :]
-                self._planned = dict([*kept, (group, self._lookup.batches(planned))])
+                self._planned = dict([*kept, (group, self._looked_up(planned))])
             return self._planned[group][place]
+
+    def _looked_up(self, planned: Sequence[PlannedBatch]) -> list[WantedBatch]:
+        """Look up planned batches, in their order: those of a store and bucket together.
+
+        The result for a record depends only on its position and epoch, so batches may be looked up alone or together; a
+        hundred cost little more than ten.
+        """
+        slices = [rank_slice(len(batch.positions), self._rank, self._world_size) for batch in planned]
+        groups: dict[tuple[int, str], list[int]] = {}
+        for number, batch in enumerate(planned):
+            groups.setdefault((batch.plan, batch.bucket), []).append(number)
+        found: dict[int, WantedBatch] = {}
+        for (plan, bucket), numbers in groups.items():
+            positions = [planned[number].positions[slices[number]] for number in numbers]
+            epochs = [planned[number].epochs[slices[number]] for number in numbers]
+            columns = self._columns(plan, bucket, np.concatenate(positions), np.concatenate(epochs))
+            stop = 0
+            for number, of_batch in zip(numbers, positions, strict=True):
+                start, stop = stop, stop + len(of_batch)
+                parts = [None if column is None else column[start:stop] for column in columns]
+                found[number] = WantedBatch(planned[number], Records(*parts))  # pyright: ignore[reportArgumentType]
+        return [found[number] for number in range(len(planned))]
+
+    def _columns(self, plan: int, bucket: str, positions: np.ndarray, epochs: np.ndarray) -> Records:
+        """Rows, labels, captions and draws of records of a bucket, by their positions in it and epochs, (B,) each."""
+        store = self.stores[plan]
+        index, latent = store.index(bucket), store.spec.latent
+        rows, records, labels = index.take(positions)
+        keyed: dict[str, Any] = {"seed": self.seeds[plan], "epoch": epochs, "records": records}
+        views, captions, keys = None, None, None
+        if (num_views := len(view_suffixes(store.spec))) > 1:
+            views = keyed_choice(np.full(len(records), num_views), **keyed, purpose=PURPOSE_VIEW)
+        if store.texts and self._text != "none":
+            if bounds := self._caption_bounds[plan]:
+                uniform = keyed_uniform(**keyed, purpose=PURPOSE_CAPTION)
+                captions = choose_captions(bounds[bucket], index, positions, uniform)
+            else:
+                starts = index.caption_starts[positions]
+                choices = index.caption_starts[positions + 1] - starts
+                captions = index.caption_ids[starts + keyed_choice(choices, **keyed, purpose=PURPOSE_CAPTION)]
+        captions = None if captions is None else captions.astype(np.int64)
+        if latent.has_posterior:
+            keys = draw_keys(self.seeds[plan], epochs, records).numpy()
+        return Records(rows, records, labels, views, captions, keys)
 
     def _arrays(self, number: int, bucket: str, group: str) -> dict[str, list[ShardedArray]]:
         """The arrays of a group of a store, those of all views of an image, by the field of the batch."""

@@ -14,14 +14,18 @@ import numpy as np
 
 from ..arrays.shard_file import REPAIR
 from ..arrays.sharded_array import ShardedArray
+from ..arrays.tokens import CaptionTokens
 from ..disk.hashing import xxh3_64
 from ..errors import DamageError
 from ..format.row_layout import LATENTS, bucket_part, row_arrays
 from ..store import LatentStore
-from .lookup import Records
+from .batch import Records
 
 RowCheck = Literal["first", "always", "never"]
 """When rows are checked: the first time that this process reads them, each time, or never."""
+
+Place = tuple[ShardedArray, np.ndarray, np.ndarray | None]
+"""An array, the first row in it of each of B records or captions, and their numbers of rows; None for one each."""
 
 
 class RowChecks:
@@ -52,14 +56,21 @@ class RowChecks:
             return
         bits = self._bits(number, "records", store.checksums)
         new = _missing(bits, read.records)
+        rows, records = read.rows[new], read.records[new]
         for group in (LATENTS, *self._groups) if len(new) else ():
-            _check_records(store, bucket, group, read.rows[new], read.records[new])
-        self._add(bits, read.records[new])
+            places = [(array, rows, None) for array in group_arrays(store, bucket, group)]
+            if (i := _first_damaged(places, store.checksums_of(group)[records])) is not None:
+                key = store.record_columns(("key",))["key"][int(records[i])].as_py()
+                raise _damage(store, f"record '{key}' (bucket '{bucket}', row {rows[i]})", places, i)
+        self._add(bits, records)
         if read.caption_ids is not None:
             bits = self._bits(number, "captions", store.caption_checksums(store.texts[0]))
             ids = read.caption_ids[_missing(bits, read.caption_ids)]
             for name in store.texts if len(ids) else ():
-                _check_captions(store, name, ids)
+                places = _caption_places(store.text(name), ids)
+                if (i := _first_damaged(places, store.caption_checksums(name)[ids])) is not None:
+                    text = store.captions["text"][int(ids[i])].as_py()
+                    raise _damage(store, f"caption {ids[i]} ({text[:60]!r}) of text encoder '{name}'", places, i)
             self._add(bits, ids)
 
     def _bits(self, number: int, kind: str, checksums: np.ndarray) -> np.ndarray:
@@ -83,40 +94,29 @@ def _missing(bits: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return new[np.unique(positions[new], return_index=True)[1]]
 
 
-def _check_records(store: LatentStore, bucket: str, group: str, rows: np.ndarray, records: np.ndarray) -> None:
-    """Compare the rows of a group of arrays; those of a record share a checksum."""
-    arrays = group_arrays(store, bucket, group)
-    stored = [_as_bytes(array.take(rows)) for array in arrays]
-    for i, (checksum, *parts) in enumerate(zip(store.checksums_of(group)[records], *stored, strict=True)):
-        if xxh3_64(*parts) != checksum:
-            key = store.record_columns(("key",))["key"][int(records[i])].as_py()
-            raise _damage(store, f"record '{key}' (bucket '{bucket}', row {rows[i]})", [(a, rows) for a in arrays], i)
-
-
-def _check_captions(store: LatentStore, name: str, ids: np.ndarray) -> None:
-    """Compare the rows of captions of a text encoder: those of its tokens, then its pooled vector."""
-    captions, stored, places = store.text(name), list[Any](), list[tuple[ShardedArray, np.ndarray]]()
+def _caption_places(captions: CaptionTokens, ids: np.ndarray) -> list[Place]:
+    """Where captions of a text encoder lie: their tokens, then their pooled vectors."""
+    places = list[Place]()
     if captions.spec.has_tokens:
-        starts, lengths = captions.starts[ids], captions.lengths[ids]
-        for array in captions.arrays:
-            stored.append(np.split(_as_bytes(array.take_ranges(starts, lengths)), np.cumsum(lengths)[:-1]))
-            places.append((array, starts))
+        places += [(array, captions.starts[ids], captions.lengths[ids]) for array in captions.arrays]
     if captions.spec.pooled_width:
-        places.append((captions.pooled, captions.pooled_rows[ids]))
-        stored.append(_as_bytes(captions.pooled.take(places[-1][1])))
-    for i, (checksum, *parts) in enumerate(zip(store.caption_checksums(name)[ids], *stored, strict=True)):
-        if xxh3_64(*parts) != checksum:
-            text = store.captions["text"][int(ids[i])].as_py()
-            raise _damage(store, f"caption {ids[i]} ({text[:60]!r}) of text encoder '{name}'", places, i)
+        places.append((captions.pooled, captions.pooled_rows[ids], None))
+    return places
 
 
-def _as_bytes(rows: np.ndarray) -> np.ndarray:
-    """(B, bytes of a row) uint8."""
-    return rows.reshape(len(rows), -1).view(np.uint8)
+def _first_damaged(places: Sequence[Place], checksums: np.ndarray) -> int | None:
+    """The first of B records or captions whose rows in all arrays together do not have its checksum; None if all do."""
+    stored = list[Any]()
+    for array, starts, lengths in places:
+        rows = array.take(starts) if lengths is None else array.take_ranges(starts, lengths)
+        as_bytes = rows.reshape(len(rows), -1).view(np.uint8)
+        stored.append(as_bytes if lengths is None else np.split(as_bytes, np.cumsum(lengths)[:-1]))
+    parts = enumerate(zip(checksums, *stored, strict=True))
+    return next((i for i, (checksum, *rows) in parts if xxh3_64(*rows) != checksum), None)
 
 
-def _damage(store: LatentStore, what: str, places: Sequence[tuple[ShardedArray, np.ndarray]], i: int) -> DamageError:
-    shards = [path for array, rows in places for path in array.shard_paths(rows[i : i + 1])]
+def _damage(store: LatentStore, what: str, places: Sequence[Place], i: int) -> DamageError:
+    shards = [path for array, starts, _ in places for path in array.shard_paths(starts[i : i + 1])]
     names = " or ".join(f"'{path}'" for path in shards)
     return DamageError(
         f"store '{store.path}': {what} in shard {names} does not match its checksum: its bytes differ from those "

@@ -120,9 +120,8 @@ def test_every_record_has_the_rows_that_its_table_names(opened: tuple[LatentStor
         assert (found.label, list(found.caption_ids)) == (record["label"], record["caption_ids"])
         latents, checksum = reader.latents(record)
         assert checksum == record["checksum"]
-        arrays = (store.latents, store.flipped_latents)[: len(latents)]
-        for array, latent in zip(arrays, latents, strict=True):
-            equal(array(bucket)[found.row], latent)
+        for flipped, latent in enumerate(latents):
+            equal(store.latents(bucket, flipped=bool(flipped))[found.row], latent)
         for name in store.features:
             tokens, checksum = reader.feature(name, record)
             assert checksum == record[f"checksum_{name}"]

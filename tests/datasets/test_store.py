@@ -155,7 +155,7 @@ def test_an_unknown_bucket_names_those_that_are_there(caption_store: LatentStore
             read("32x32")
         assert isinstance(caught.value, KeyError)  # what one who knows mappings catches
     with pytest.raises(StoreError, match=r"no flipped latents.*vae\.flip"):
-        caption_store.flipped_latents("64x64")
+        caption_store.latents("64x64", flipped=True)
 
 
 def test_captions_are_found_by_the_number_of_their_record_and_by_their_exact_text(caption_store: LatentStore) -> None:

@@ -136,7 +136,7 @@ def test_a_batch_has_the_mean_of_each_companion_as_the_model_sees_it(stores: Pat
         for i, position in enumerate(batch.records.tolist()):
             row = store.record_at(position).row
             views = [store.companion("mask", batch.bucket, flipped=flipped)[row] for flipped in (False, True)]
-            is_flipped = bool(np.array_equal(batch.stored[i].numpy(), store.flipped_latents(batch.bucket)[row]))
+            is_flipped = bool(np.array_equal(batch.stored[i].numpy(), store.latents(batch.bucket, flipped=True)[row]))
             np.testing.assert_array_equal(mask[i].numpy(), views[is_flipped])
             of_edit = torch.from_numpy(store.companion("edit", batch.bucket, flipped=is_flipped)[row][None].copy())
             torch.testing.assert_close(edit[i], normalise(of_edit[:, : spec.channels].float(), spec)[0])

@@ -70,7 +70,7 @@ def test_the_latents_and_flipped_latents_of_a_label_store_equal_an_independent_c
     images = [adm_by_hand(Image.open(path), 32) for path in files]
     assert np.array_equal(store.latents("32x32").read(0, 15), moments_by_hand(images, 8))
     flipped = moments_by_hand([image[:, ::-1] for image in images], 8)
-    assert np.array_equal(store.flipped_latents("32x32").read(0, 15), flipped)
+    assert np.array_equal(store.latents("32x32", flipped=True).read(0, 15), flipped)
     table = store.records
     assert table["key"].to_pylist() == [path.relative_to(class_folder).as_posix() for path in files]
     assert table["label"].to_pylist() == [int(path.parent.name[1:]) for path in files]

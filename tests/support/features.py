@@ -348,7 +348,7 @@ def assert_holds(store: LatentStore, records: Mapping[str, Expected], dtype: str
         wanted = records[row["key"]]
         found = [store.latents(row["bucket"])[row["row"]]]
         if store.spec.latent.flip:
-            found.append(store.flipped_latents(row["bucket"])[row["row"]])
+            found.append(store.latents(row["bucket"], flipped=True)[row["row"]])
         assert len(found) == len(wanted.arrays)
         for one, array in zip(found, wanted.arrays, strict=True):
             assert one.dtype == (dtype or array.dtype)

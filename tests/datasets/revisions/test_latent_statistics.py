@@ -109,9 +109,11 @@ def test_a_manifest_has_those_of_all_its_latents_flipped_earlier_and_compacted(t
     assert statistics_in(grown, 1) != statistics_in(grown, 3)
     for revision in (1, 3):
         store, parts = LatentStore(grown, revision=revision), []
-        for arrays in (store.latents, store.flipped_latents):
+        for flipped in (False, True):
             parts += [
-                statistics_of([arrays(bucket).take(store.index(bucket).rows)], store.spec.latent)
+                statistics_of(
+                    [store.latents(bucket, flipped=flipped).take(store.index(bucket).rows)], store.spec.latent
+                )
                 for bucket in store.buckets
             ]
         assert_close(statistics_in(grown, revision), merge_statistics(parts))

@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ....datasets.batches.batch import Batch
+from ....datasets.batches.batch import Batch, Records
 from ....datasets.batches.latents import keyed_noise
-from ....datasets.batches.lookup import Records
 from ....datasets.errors import RecipeError
 from ....datasets.order.batch_plan import PlannedBatch
 from ....datasets.order.shuffle import mix
