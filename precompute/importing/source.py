@@ -102,6 +102,22 @@ class RecordHeader(NamedTuple):
     size: tuple[int, int] = (0, 0)
 
 
+class ListedImage(NamedTuple):
+    """An image that a source lists in JSON, or why it cannot be used.
+
+    Args:
+      size: (height_px, width_px) of the source image, (0, 0) if unknown.
+      path: of its features, where the listing names it.
+      bucket: (height_px, width_px) that it was encoded at, where the listing names it.
+    """
+
+    prompt: str = ""
+    size: tuple[int, int] = (0, 0)
+    path: str = ""
+    bucket: tuple[int, int] = (0, 0)
+    problem: str = ""
+
+
 Features = tuple[list[np.ndarray], int]
 """Values of a record: a (C, H, W) array, then the flipped one if any; and the XXH3-64 of their bytes or file."""
 
@@ -127,34 +143,45 @@ class Reader(ABC):
     def entries(self) -> Iterable[Entry]:
         """All records, in stored order."""
 
-    @abstractmethod
     def look(self, entry: Entry) -> RecordHeader:
         """The header of a record; raises RecordRejected."""
+        with rejecting(entry.path):
+            return self._header(entry)
 
     def read(self, entry: Entry) -> Features:
         """The values of a record; raises RecordRejected."""
         with rejecting(entry.path):
-            content = self.content(entry)
-            array = parse_npy(content)
-            array = array.reshape(without_batch(array.shape, 3))
-        return [array], xxhash.xxh3_64_intdigest(content)
-
-    def content(self, entry: Entry) -> bytes:
-        """All bytes of a record's file; raises OSError, ValueError."""
-        return read_file(self.root / entry.path)
-
-    def look_latent(self, entry: Entry) -> Looked:
-        """Shape and dtype of a record's .npy file; raises RecordRejected."""
-        with rejecting(entry.path):
-            shape, dtype = look_npy(self.root / entry.path)
-            return without_batch(shape, 3), dtype
+            return self._values(entry)
 
     def read_caption(self, entry: Entry, name: str) -> np.ndarray:
         """(L, D) valid tokens of a record's caption by a text encoder, or its pooled vector (P,).
 
         Raises: RecordRejected.
         """
+        with rejecting(entry.path):
+            return self._caption(entry, name)
+
+    # Of a kind of features: these raise RecordRejected, or an error of UNREADABLE, which becomes one.
+
+    @abstractmethod
+    def _header(self, entry: Entry) -> RecordHeader: ...
+
+    def _values(self, entry: Entry) -> Features:
+        content = self.content(entry)
+        array = parse_npy(content)
+        return [array.reshape(without_batch(array.shape, 3))], xxhash.xxh3_64_intdigest(content)
+
+    def _caption(self, entry: Entry, name: str) -> np.ndarray:
         raise AssertionError(f"{entry.key}: this kind has no captions, and no text encoder '{name}'")
+
+    def content(self, entry: Entry) -> bytes:
+        """All bytes of a record's .npy file."""
+        return read_file(self.root / entry.path)
+
+    def look_latent(self, entry: Entry) -> Looked:
+        """Shape and dtype of a record's .npy file."""
+        shape, dtype = look_npy(self.root / entry.path)
+        return without_batch(shape, 3), dtype
 
     def file_entry(self, path: str, key: str = "") -> Entry:
         """A record that is a file; its name is the default key. The size is 0 on error: ``look`` then rejects it."""
@@ -169,14 +196,21 @@ class Reader(ABC):
 
     def parse_json(self, name: str, kind: type, read: Callable[[], bytes], advice: str = "Restore it.") -> Any:
         """The JSON in the bytes that ``read`` returns; as ``json``."""
-        try:
+        with self.needing(name, advice):
             content = json.loads(read())
-        except UNREADABLE as error:
-            why = f"{type(error).__name__}: {str(error)[:200]}"
-            raise SourceError(f"source '{self.root}': '{name}' cannot be read ({why}). {advice}") from error
         if not isinstance(content, kind):
             raise SourceError(f"source '{self.root}': '{name}' needs a {kind.__name__}. {advice}")
         return content
+
+    @contextmanager
+    def needing(self, name: str, advice: str = "Restore it.") -> Iterator[None]:
+        """Turn read errors of a file that all records need into a SourceError; faults as in ``rejecting``."""
+        try:
+            with rejecting(name):
+                yield
+        except RecordRejected as reject:
+            why = reject.detail.removeprefix(f"{name}: ")
+            raise SourceError(f"source '{self.root}': '{name}' cannot be read ({why}). {advice}") from reject
 
 
 @contextmanager
@@ -191,11 +225,33 @@ def rejecting(what: str, reason: str = "") -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise RecordRejected("scan", reason or "missing_file", f"{what}: there is no such file") from error
-    except (*UNREADABLE, MemoryError) as error:
+    except (*UNREADABLE, TypeError, MemoryError) as error:
         if is_fault(error) or getattr(error, "errno", None) == errno.ENOSPC:
             raise fault_error(what, error) from error
         detail = f"{what}: {type(error).__name__}: {error}"[:500]
         raise RecordRejected("scan", reason or "unreadable", detail) from error
+
+
+def add_listed(
+    images: dict[str, ListedImage], listed: Sequence[Any], place: str, parse: Callable[[Any], tuple[str, ListedImage]]
+) -> None:
+    """Add the images of a listing by their keys; one without a key of its own, by its place in the listing.
+
+    Args:
+      place: name of the listing.
+      parse: key and image of an entry; raises TypeError, KeyError, AttributeError, RecordRejected.
+    """
+    for i, entry in enumerate(listed):
+        try:
+            key, image = parse(entry)
+            problem = f"'{key}' occurs twice" if key in images else ""
+        except RecordRejected as reject:
+            problem = reject.detail
+        except (TypeError, KeyError, AttributeError) as error:
+            problem = f"it lacks what is needed of an image ({type(error).__name__}: {error})"
+        if problem:
+            key, image = f"{place}:{i}", ListedImage(problem=problem)
+        images[key] = image
 
 
 def without_batch(shape: tuple[int, ...], sides: int) -> tuple[int, ...]:

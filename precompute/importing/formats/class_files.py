@@ -47,8 +47,7 @@ class FastDit(Reader):
         for name in sorted(names, key=natural_order):
             yield self.file_entry(f"{self._features}/{name}", name.removesuffix(".npy"))
 
-    def look(self, entry: Entry) -> RecordHeader:
-        """From the header and the label file."""
+    def _header(self, entry: Entry) -> RecordHeader:
         shape, dtype = self.look_latent(entry)
         path = f"{self._labels}/{entry.key}.npy"
         with rejecting(path, "no_label"):
@@ -83,10 +82,8 @@ class Mar(Reader):
             for path in files_below(self.root / name, ".npz"):
                 yield self.file_entry(path.relative_to(self.root).as_posix())
 
-    def look(self, entry: Entry) -> RecordHeader:
-        """From the headers of its arrays."""
-        with rejecting(entry.path):
-            found = look_npz(self.root / entry.path, MOMENTS)
+    def _header(self, entry: Entry) -> RecordHeader:
+        found = look_npz(self.root / entry.path, MOMENTS)
         if "moments" not in found or len(set(found.values())) > 1:
             raise RecordRejected(
                 "scan", "wrong_shape", f"{entry.path}: arrays {found}; expected 'moments', and 'moments_flip' like it"
@@ -94,9 +91,7 @@ class Mar(Reader):
         shape, dtype = found["moments"]
         return RecordHeader(shape, dtype, has_flip=len(found) == 2, label=self._label_of[entry.path.split("/")[0]])
 
-    def read(self, entry: Entry) -> Features:
-        """Moments of the image and of the flipped image."""
+    def _values(self, entry: Entry) -> Features:
         path = self.root / entry.path
-        with rejecting(entry.path):
-            moments = read_npz(path, list(look_npz(path, MOMENTS)))
+        moments = read_npz(path, list(look_npz(path, MOMENTS)))  # of the image, and of the flipped image
         return moments, row_checksum(*moments)

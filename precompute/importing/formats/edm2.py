@@ -14,17 +14,7 @@ from ....datasets.errors import RecordRejected, SourceError
 from ...images.faults import open_regular
 from ...sources.files.record import usable_key
 from ..recipe import ImportRecipe
-from ..source import (
-    MAX_JSON_BYTES,
-    UNREADABLE,
-    Entry,
-    FormatDefaults,
-    Reader,
-    RecordHeader,
-    files_below,
-    inner_path,
-    rejecting,
-)
+from ..source import MAX_JSON_BYTES, Entry, FormatDefaults, Reader, RecordHeader, files_below, inner_path
 from ..untrusted import MAX_ARRAY_BYTES, MAX_HEADER, Looked, look, read_file
 
 RAW_MEAN = (5.81, 3.25, 0.12, -2.15)  # of latents of images from 0 to 1, as EDM2's StabilityVAEEncoder has them
@@ -52,7 +42,10 @@ class Edm2(Reader):
 
     def __init__(self, root: Path, recipe: ImportRecipe) -> None:
         super().__init__(root, recipe)
-        self._zip = None if root.is_dir() else self._open_zip()
+        self._zip = None
+        if not root.is_dir():
+            with self.needing(root.name):
+                self._zip = zipfile.ZipFile(open_regular(root))
         listed = self.parse_json(LABELS, dict, self._description).get("labels") or ()
         try:
             self._labels = {str(name): label for name, label in listed}
@@ -61,12 +54,6 @@ class Edm2(Reader):
         if wrong := [name for name, label in self._labels.items() if type(label) is not int]:
             raise SourceError(f"source '{root}': '{LABELS}': the label of {wrong[0][:100]!r} is not a class number.")
         self.has_labels = bool(self._labels)
-
-    def _open_zip(self) -> zipfile.ZipFile:
-        try:
-            return zipfile.ZipFile(open_regular(self.root))
-        except UNREADABLE as error:
-            raise SourceError(f"source '{self.root}': cannot be read as a .zip ({error}).") from error
 
     def _description(self) -> bytes:
         if self._zip is None:
@@ -99,8 +86,7 @@ class Edm2(Reader):
             if info.filename.endswith(".npy"):
                 yield Entry(info.filename.removesuffix(".npy"), info.filename, info.header_offset, info.file_size)
 
-    def look(self, entry: Entry) -> RecordHeader:
-        """From its header."""
+    def _header(self, entry: Entry) -> RecordHeader:
         inner_path(entry.path)
         shape, dtype = self.look_latent(entry)
         if self.has_labels and entry.path not in self._labels:
@@ -108,14 +94,13 @@ class Edm2(Reader):
         return RecordHeader(shape, dtype, label=self._labels.get(entry.path, -1))
 
     def look_latent(self, entry: Entry) -> Looked:
-        """Shape and dtype of a member, or a file; raises RecordRejected."""
+        """Shape and dtype of a member, or a file."""
         if self._zip is None:
             return super().look_latent(entry)
         if entry.path not in self._zip.NameToInfo:
             detail = f"{entry.path}: it has a label in '{LABELS}', but the file is missing"
             raise RecordRejected("scan", "missing_file", detail)
-        with rejecting(entry.path):
-            return look(self._member(entry.path, MAX_HEADER), entry.num_bytes)
+        return look(self._member(entry.path, MAX_HEADER), entry.num_bytes)
 
     def content(self, entry: Entry) -> bytes:
         """A member, or a file."""

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 
-from ....datasets.errors import RecordRejected, SourceError
+from ....datasets.errors import SourceError
 from ....datasets.revisions.writer import row_checksum
 from ...images.faults import open_regular
 from ..recipe import ImportRecipe
-from ..source import UNREADABLE, Entry, Features, FormatDefaults, Reader, RecordHeader, natural_order, rejecting
+from ..source import UNREADABLE, Entry, Features, FormatDefaults, Reader, RecordHeader, natural_order
 from ..untrusted import read_tensors
 
 STATISTICS = "latents_stats.pt"
@@ -59,28 +59,19 @@ class LightningDit(Reader):
         Raises: SourceError: a shard cannot be opened, so its number of rows is unknown.
         """
         for name in self._names:
-            try:
-                with rejecting(name):
-                    rows = self._open(name).rows
-            except RecordRejected as reject:
-                raise SourceError(
-                    f"source '{self.root}': shard '{name}' cannot be opened ({reject.detail}). Restore or remove it."
-                ) from reject
+            with self.needing(name, "Restore or remove it."):
+                rows = self._open(name).rows
             stem, num_bytes = name.removesuffix(".safetensors"), self.file_entry(name).num_bytes
             yield from (Entry(f"{stem}/{row}", name, row, num_bytes) for row in range(rows))
 
-    def look(self, entry: Entry) -> RecordHeader:
-        """From the shard's header and labels."""
-        with rejecting(entry.path):
-            shard = self._open(entry.path)
+    def _header(self, entry: Entry) -> RecordHeader:
+        shard = self._open(entry.path)
         label = shard.labels[entry.offset] if shard.labels else -1
         return RecordHeader(shard.shape, shard.dtype, has_flip=len(shard.arrays) == 2, label=label)
 
-    def read(self, entry: Entry) -> Features:
-        """Samples of the image and of the flipped image."""
+    def _values(self, entry: Entry) -> Features:
         row = entry.offset
-        with rejecting(entry.path):
-            tensors = [array[row : row + 1][0] for array in self._open(entry.path).arrays]
+        tensors = [array[row : row + 1][0] for array in self._open(entry.path).arrays]
         arrays = [(tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy() for tensor in tensors]
         return arrays, row_checksum(*arrays)
 

@@ -33,7 +33,6 @@ from ..source import (
     RecordHeader,
     TextHeader,
     inner_path,
-    rejecting,
     without_batch,
 )
 from ..untrusted import MAX_ARRAY_BYTES
@@ -87,11 +86,9 @@ class Mds(Reader):
 
     def _index(self) -> dict[str, MdsShard]:
         """The shards by path; raises SourceError."""
-        try:
-            shards = [_shard(one) for one in self.json(INDEX, dict)["shards"]]
-        except (ValueError, TypeError, KeyError, AttributeError, RecordRejected) as error:
-            why = f"{type(error).__name__}: {error}"
-            raise SourceError(f"source '{self.root}': '{INDEX}' cannot be read ({why}).") from error
+        index = self.json(INDEX, dict)
+        with self.needing(INDEX):
+            shards = [_shard(one) for one in index["shards"]]
         if not shards or any(shard.columns != shards[0].columns for shard in shards):
             raise SourceError(f"source '{self.root}': '{INDEX}' lists no shards, or shards with other columns.")
         return {shard.path: shard for shard in shards}
@@ -116,31 +113,25 @@ class Mds(Reader):
             stem = shard.path.removesuffix(".mds")
             yield from (Entry(f"{stem}/{i}", shard.path, i, shard.num_bytes) for i in range(shard.samples))
 
-    def look(self, entry: Entry) -> RecordHeader:
-        """From the sample; its latents are read, because their shape may precede the values."""
-        with rejecting(entry.key):
-            sample = self._sample(entry)
-            latents = self._array(sample)
-            label = _integer(*sample[self._label]) if self._label else -1
-            header = RecordHeader(latents.shape, latents.dtype.name, label=label)
-            if not self._captions:
-                return header
-            padded, tokens = self._tokens(sample)
-            text = bytes(sample[self._text][1]).decode()
+    def _header(self, entry: Entry) -> RecordHeader:
+        sample = self._sample(entry)
+        latents = self._array(sample)  # read, because their shape may precede the values
+        label = _integer(*sample[self._label]) if self._label else -1
+        header = RecordHeader(latents.shape, latents.dtype.name, label=label)
+        if not self._captions:
+            return header
+        padded, tokens = self._tokens(sample)
+        text = bytes(sample[self._text][1]).decode()
         if not np.isfinite(tokens).all() or not len(tokens) or not text.strip():
             raise RecordRejected("scan", "no_caption", f"{entry.key}: no text, no valid token, or NaN")
         return header._replace(text=text, texts=(TextHeader(len(tokens), padded, tokens.shape[1], tokens.dtype.name),))
 
-    def read(self, entry: Entry) -> Features:
-        """Latents of one sample."""
-        with rejecting(entry.key):
-            array = self._array(self._sample(entry))
+    def _values(self, entry: Entry) -> Features:
+        array = self._array(self._sample(entry))
         return [array], row_checksum(array)
 
-    def read_caption(self, entry: Entry, name: str) -> np.ndarray:
-        """The tokens that the mask keeps, or all, (L, D)."""
-        with rejecting(entry.key):
-            return self._tokens(self._sample(entry))[1]
+    def _caption(self, entry: Entry, name: str) -> np.ndarray:
+        return self._tokens(self._sample(entry))[1]
 
     def _sample(self, entry: Entry) -> Sample:
         """Encoding and bytes of each column of a sample; raises OSError, ValueError."""
@@ -235,7 +226,7 @@ def _mapped(path: Path | str) -> memoryview:
 
 
 def _shard(entry: Any) -> MdsShard:
-    """A shard of the index; raises ValueError, TypeError, KeyError, AttributeError, RecordRejected."""
+    """A shard of the index; raises ValueError, TypeError, KeyError, RecordRejected."""
     if entry["format"] != "mds" or entry["version"] != 2:
         raise ValueError(f"format {entry['format']} version {entry['version']}; expected mds, 2")
     zipped, compression = entry["zip_data"], entry["compression"]

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from ....datasets.errors import RecordRejected, SourceError
+from ....datasets.errors import RecordRejected
 from ....datasets.format.token_dtypes import StoredTokens, widen
 from ....datasets.revisions.writer import row_checksum
 from ...config import TextSection
@@ -24,7 +24,7 @@ from ...sources.files.files import LocalFiles
 from ...sources.files.record import MAX_CAPTION_CHARS, usable_key
 from ...sources.tables.embedded import arrow_names
 from ..recipe import ImportRecipe
-from ..source import Entry, Features, FormatDefaults, Reader, RecordHeader, TextHeader, rejecting, without_batch
+from ..source import Entry, Features, FormatDefaults, Reader, RecordHeader, TextHeader, without_batch
 from ..untrusted import MAX_HEADER, Looked, look, parse_npy
 
 MODEL = "black-forest-labs/FLUX.1-schnell"
@@ -71,13 +71,8 @@ class MlperfFlux(Reader):
         """
         seen: set[str] = set()
         for name in self._names:
-            try:
-                with rejecting(name):
-                    keys = self._table(name)[KEY].to_pylist()
-            except RecordRejected as reject:
-                raise SourceError(
-                    f"source '{self.root}': file '{name}' cannot be read ({reject.detail}). Restore it."
-                ) from reject
+            with self.needing(name):
+                keys = self._table(name)[KEY].to_pylist()
             stem, num_bytes = name.removesuffix(".arrow"), self.file_entry(name).num_bytes
             for row, given in enumerate(keys):
                 key = usable_key(str(given or f"{stem}/{row}"))[0]
@@ -85,40 +80,34 @@ class MlperfFlux(Reader):
                 seen.add(key)
                 yield Entry(key, name, row, num_bytes)
 
-    def look(self, entry: Entry) -> RecordHeader:
-        """From the headers of its cells, and the content of the captions."""
+    def _header(self, entry: Entry) -> RecordHeader:
         texts, digest, is_read = [], xxhash.xxh3_128(), self.recipe.text.check == "content"
-        with rejecting(entry.key):
-            ((channels, *size), dtype), of_logvar = self._look(entry, MEAN), self._look(entry, LOGVAR)
-            if of_logvar != ((channels, *size), dtype):
-                raise ValueError(f"'{MEAN}' {channels, *size} of {dtype}, '{LOGVAR}' {of_logvar[0]} of {of_logvar[1]}")
-            for name, section in self.defaults.texts.items():
-                (*length, width), stored = self._look(entry, COLUMN[name])
-                num_tokens, padded = (length[0], length[0]) if length else (1, section.max_tokens)
-                texts.append(TextHeader(num_tokens, padded, width, "bfloat16" if stored == BITS else stored))
-                if is_read:
-                    values = self._values(entry, COLUMN[name])
-                    if not np.isfinite(values).all():
-                        raise RecordRejected("scan", "nonfinite", f"{entry.key}: NaN or infinity in '{COLUMN[name]}'")
-                    digest.update(np.ascontiguousarray(values).data)
-            text = f"embedding {digest.hexdigest()}" if is_read else f"caption of {entry.key}"
-            if self._text:
-                text = self._table(entry.path)[self._text][entry.offset].as_py()
+        ((channels, *size), dtype), of_logvar = self._look(entry, MEAN), self._look(entry, LOGVAR)
+        if of_logvar != ((channels, *size), dtype):
+            raise ValueError(f"'{MEAN}' {channels, *size} of {dtype}, '{LOGVAR}' {of_logvar[0]} of {of_logvar[1]}")
+        for name, section in self.defaults.texts.items():
+            (*length, width), stored = self._look(entry, COLUMN[name])
+            num_tokens, padded = (length[0], length[0]) if length else (1, section.max_tokens)
+            texts.append(TextHeader(num_tokens, padded, width, "bfloat16" if stored == BITS else stored))
+            if is_read:
+                values = self._numbers(entry, COLUMN[name])
+                if not np.isfinite(values).all():
+                    raise RecordRejected("scan", "nonfinite", f"{entry.key}: NaN or infinity in '{COLUMN[name]}'")
+                digest.update(np.ascontiguousarray(values).data)
+        text = f"embedding {digest.hexdigest()}" if is_read else f"caption of {entry.key}"
+        if self._text:
+            text = self._table(entry.path)[self._text][entry.offset].as_py()
         if not isinstance(text, str) or not text.strip() or len(text) > MAX_CAPTION_CHARS:
             raise RecordRejected("scan", "no_caption", f"{entry.key}: no text in '{self._text}', or too long")
         latent_dtype = "float32" if dtype == BITS else dtype
         return RecordHeader((2 * channels, *size), latent_dtype, text=text, texts=tuple(texts))
 
-    def read(self, entry: Entry) -> Features:
-        """Mean and log-variance, one after the other."""
-        with rejecting(entry.key):
-            moments = np.concatenate([self._values(entry, MEAN), self._values(entry, LOGVAR)])
+    def _values(self, entry: Entry) -> Features:
+        moments = np.concatenate([self._numbers(entry, MEAN), self._numbers(entry, LOGVAR)])
         return [moments], row_checksum(moments)
 
-    def read_caption(self, entry: Entry, name: str) -> np.ndarray:
-        """All rows of T5, (L, D), or the vector of CLIP, (P,)."""
-        with rejecting(entry.key):
-            return self._values(entry, COLUMN[name])
+    def _caption(self, entry: Entry, name: str) -> np.ndarray:
+        return self._numbers(entry, COLUMN[name])
 
     def _look(self, entry: Entry, column: str) -> Looked:
         """Shape and dtype of a cell's array; raises OSError, ValueError, RecordRejected."""
@@ -126,7 +115,7 @@ class MlperfFlux(Reader):
         shape, dtype = look(bytes(cell[:MAX_HEADER]), len(cell))
         return without_batch(shape, SIDES[column]), dtype
 
-    def _values(self, entry: Entry, column: str) -> np.ndarray:
+    def _numbers(self, entry: Entry, column: str) -> np.ndarray:
         """Numbers of a cell, bfloat16 as float32; raises OSError, ValueError, RecordRejected."""
         array = parse_npy(bytes(self._cell(entry, column)))
         array = array.reshape(without_batch(array.shape, SIDES[column]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,11 +22,12 @@ from ..source import (
     Entry,
     Features,
     FormatDefaults,
+    ListedImage,
     Reader,
     RecordHeader,
     TextHeader,
+    add_listed,
     inner_path,
-    rejecting,
     without_batch,
 )
 from ..untrusted import MAX_ARRAY_BYTES, read_tensors
@@ -53,16 +54,6 @@ ADVICE = "NeMo writes it when all images are done: let the preprocessing finish,
 MAX_FILE = 1 << 30
 LATENT, TOKENS, POOLED = "latent", "prompt_embeds", "pooled_prompt_embeds"
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
-
-
-class Item(NamedTuple):
-    """An image in the listing, with (width_px, height_px), or why it cannot be used."""
-
-    path: str = ""
-    prompt: str = ""
-    original: tuple[int, int] = (0, 0)
-    bucket: tuple[int, int] = (0, 0)
-    problem: str = ""
 
 
 class Nemo(Reader):
@@ -95,38 +86,28 @@ class Nemo(Reader):
         shards = described.get("shards")
         if not isinstance(shards, list) or not all(isinstance(name, str) for name in shards):
             raise SourceError(f"source '{root}': '{LISTING}' needs 'shards', a list of files. Restore it.")
-        self._items: dict[str, Item] = {}
+        self._images: dict[str, ListedImage] = {}
         for name in shards:
-            try:
+            with self.needing(LISTING):
                 path = inner_path(name)
-            except RecordRejected as reject:
-                raise SourceError(f"source '{root}': '{LISTING}': {reject.detail}. Restore it.") from reject
-            for i, found in enumerate(self.json(path, list, ADVICE)):
-                key, item = _item(found, f"{name}:{i}", model)
-                if key in self._items:
-                    key, item = f"{name}:{i}", Item(problem=f"'{item.path}' occurs twice")
-                self._items[key] = item
+            add_listed(self._images, self.json(path, list, ADVICE), name, lambda found: _image(found, model))
 
     def entries(self) -> Iterator[Entry]:
         """Images in the order of the listing."""
-        for key, item in self._items.items():
-            yield Entry(key, "") if item.problem else self.file_entry(item.path, key)
+        for key, image in self._images.items():
+            yield Entry(key, "") if image.problem else self.file_entry(image.path, key)
 
-    def look(self, entry: Entry) -> RecordHeader:
-        """From its tensors, which are read whole."""
-        item = self._items[entry.key]
-        if item.problem:
-            raise RecordRejected("scan", "bad_metadata", item.problem)
-        with rejecting(entry.path):
-            tensors = self._tensors(entry)
-            latent = _array(tensors, LATENT, 3)
-            texts = tuple(self._look_text(tensors, name) for name in self.defaults.texts)
-        pixels = (latent.shape[2] * self.defaults.downscale, latent.shape[1] * self.defaults.downscale)
-        if pixels != item.bucket:
-            detail = f"a latent of {latent.shape}, listed as {item.bucket[0]} x {item.bucket[1]} px"
+    def _header(self, entry: Entry) -> RecordHeader:
+        image = self._images[entry.key]
+        if image.problem:
+            raise RecordRejected("scan", "bad_metadata", image.problem)
+        tensors = self._tensors(entry)
+        latent = _array(tensors, LATENT, 3)
+        texts = tuple(self._look_text(tensors, name) for name in self.defaults.texts)
+        if tuple(side * self.defaults.downscale for side in latent.shape[1:]) != image.bucket:
+            detail = f"a latent of {latent.shape}, listed as {image.bucket[1]} x {image.bucket[0]} px"
             raise RecordRejected("scan", "wrong_shape", f"{entry.path}: {detail}")
-        size = (item.original[1], item.original[0])
-        return RecordHeader(latent.shape, latent.dtype.name, text=item.prompt, texts=texts, size=size)
+        return RecordHeader(latent.shape, latent.dtype.name, text=image.prompt, texts=texts, size=image.size)
 
     def _look_text(self, tensors: dict[str, Any], name: str) -> TextHeader:
         section = self.defaults.texts[name]
@@ -142,16 +123,12 @@ class Nemo(Reader):
             raise RecordRejected("scan", "wrong_shape", f"{length} tokens; expected 1 to {section.max_tokens}")
         return TextHeader(length, length if section.full_length else section.max_tokens, width, stored)
 
-    def read(self, entry: Entry) -> Features:
-        """The latent."""
-        with rejecting(entry.path):
-            latent = _array(self._tensors(entry), LATENT, 3)
+    def _values(self, entry: Entry) -> Features:
+        latent = _array(self._tensors(entry), LATENT, 3)
         return [latent], row_checksum(latent)
 
-    def read_caption(self, entry: Entry, name: str) -> np.ndarray:
-        """All tokens, (L, D), or the pooled vector (P,)."""
-        with rejecting(entry.path):
-            return self._text(self._tensors(entry), name)
+    def _caption(self, entry: Entry, name: str) -> np.ndarray:
+        return self._text(self._tensors(entry), name)
 
     def _text(self, tensors: dict[str, Any], name: str) -> np.ndarray:
         is_pooled = self.defaults.texts[name].output == "pooled"
@@ -188,14 +165,9 @@ def _array(tensors: dict[str, Any], key: str, sides: int) -> np.ndarray:
     return np.ascontiguousarray((tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy())
 
 
-def _item(found: Any, place: str, model: str) -> tuple[str, Item]:
-    """Key and description of an image of the listing; if its path is unusable, its place is the key."""
-    try:
-        path = inner_path("/".join(PurePosixPath(found["cache_file"]).parts[-2:]))
-    except (TypeError, KeyError) as error:
-        return place, Item(problem=f"no 'cache_file' ({type(error).__name__}: {error})")
-    except RecordRejected as reject:
-        return place, Item(problem=reject.detail)
+def _image(found: Any, model: str) -> tuple[str, ListedImage]:
+    """Key and description of an image of the listing, as for ``add_listed``."""
+    path = inner_path("/".join(PurePosixPath(found["cache_file"]).parts[-2:]))
     prompt, problem = found.get("prompt"), ""
     sides = [found.get(f"{name}_resolution") for name in ("original", "bucket")]
     if found.get("model_type", model) != model:
@@ -204,8 +176,8 @@ def _item(found: Any, place: str, model: str) -> tuple[str, Item]:
         problem = "its prompt is not text, empty, or too long"
     elif not all(isinstance(side, list) and len(side) == 2 and all(map(_is_side, side)) for side in sides):
         problem = "its original_resolution or bucket_resolution is not [width, height]"
-    item = Item(path, problem=problem) if problem else Item(path, str(prompt), tuple(sides[0]), tuple(sides[1]))
-    return path.rpartition(".")[0], item
+    size, bucket = ((0, 0), (0, 0)) if problem else ((height, width) for width, height in sides)
+    return path.rpartition(".")[0], ListedImage(str(prompt), size, path, bucket, problem)
 
 
 def _is_side(value: Any) -> bool:

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ....datasets.errors import RecordRejected, SourceError
 from ...config import TextSection
 from ..recipe import ImportRecipe
-from ..source import Entry, FormatDefaults, Reader, RecordHeader, TextHeader, inner_path, rejecting
+from ..source import (
+    Entry,
+    FormatDefaults,
+    ListedImage,
+    Reader,
+    RecordHeader,
+    TextHeader,
+    add_listed,
+    inner_path,
+    rejecting,
+)
 from ..untrusted import look_npz, read_npz
 
 LISTING = "data_info.json"
 FEATURE, MASK = "caption_feature", "attention_mask"
-
-
-class Item(NamedTuple):
-    """An image in ``data_info.json``, or why it cannot be used."""
-
-    prompt: str = ""
-    size: tuple[int, int] = (0, 0)
-    problem: str = ""
 
 
 class PixArt(Reader):
@@ -54,12 +56,8 @@ class PixArt(Reader):
             raise SourceError(f"source '{root}': there is no '{LISTING}', which has the keys, captions and sizes.")
         self._latents = self._folder(root / folder, recipe.layout.latents, "latents", "*vae*", "*.npy")
         self._captions = self._folder(root / folder, recipe.layout.captions, "captions", "*caption*", "*.npz")
-        self._items: dict[str, Item] = {}
-        for i, found in enumerate(self.json(f"{folder}{LISTING}", list)):
-            key, item = _item(found, f"{LISTING}:{i}")
-            if key in self._items:
-                key, item = f"{LISTING}:{i}", Item(problem=f"'{key}' occurs twice")
-            self._items[key] = item
+        self._images: dict[str, ListedImage] = {}
+        add_listed(self._images, self.json(f"{folder}{LISTING}", list), LISTING, _image)
 
     def _folder(self, base: Path, configured: str, key: str, pattern: str, files: str) -> str:
         """The configured folder of features, or the only one that matches; raises SourceError."""
@@ -81,14 +79,14 @@ class PixArt(Reader):
     def entries(self) -> Iterator[Entry]:
         """Images in the order of the listing; a second image with the same file is rejected."""
         used, prompts = set(), dict[str, str]()
-        for key, item in self._items.items():
-            path = "" if item.problem else self._find(self._latents, key, ".npy")
+        for key, image in self._images.items():
+            path = "" if image.problem else self._find(self._latents, key, ".npy")
             if path and path in used:
-                self._items[key] = item._replace(problem=f"'{path}' is also the file of another image")
+                self._images[key] = image._replace(problem=f"'{path}' is also the file of another image")
             used.add(path)
-            text = "" if item.problem else self._find(self._captions, key, ".npz")
-            if text and prompts.setdefault(text, item.prompt) != item.prompt:
-                self._items[key] = item._replace(problem=f"'{text}' is also the caption of another image")
+            text = "" if image.problem else self._find(self._captions, key, ".npz")
+            if text and prompts.setdefault(text, image.prompt) != image.prompt:
+                self._images[key] = image._replace(problem=f"'{text}' is also the caption of another image")
             yield self.file_entry(path, key) if path else Entry(key, path)
 
     def _find(self, folder: str, key: str, suffix: str) -> str:
@@ -100,15 +98,14 @@ class PixArt(Reader):
                 return path
         return ""
 
-    def look(self, entry: Entry) -> RecordHeader:
-        """From the headers, and the caption's mask or content."""
-        item = self._items[entry.key]
-        if item.problem:
-            raise RecordRejected("scan", "bad_metadata", item.problem)
+    def _header(self, entry: Entry) -> RecordHeader:
+        image = self._images[entry.key]
+        if image.problem:
+            raise RecordRejected("scan", "bad_metadata", image.problem)
         if not entry.path:
             raise RecordRejected("scan", "missing_file", f"{entry.key}: no .npy for it in '{self._latents}'")
         shape, dtype = self.look_latent(entry)
-        return RecordHeader(shape, dtype, text=item.prompt, texts=(self._look_caption(entry),), size=item.size)
+        return RecordHeader(shape, dtype, text=image.prompt, texts=(self._look_caption(entry),), size=image.size)
 
     def _look_caption(self, entry: Entry) -> TextHeader:
         path = self._caption_path(entry)
@@ -129,8 +126,7 @@ class PixArt(Reader):
             raise RecordRejected("scan", "no_caption", f"{entry.key}: no .npz for it in '{self._captions}'")
         return path
 
-    def read_caption(self, entry: Entry, name: str) -> np.ndarray:
-        """The tokens that the mask keeps, (L, D)."""
+    def _caption(self, entry: Entry, name: str) -> np.ndarray:
         path = self._caption_path(entry)
         with rejecting(path):
             return self._tokens(path)
@@ -142,16 +138,11 @@ class PixArt(Reader):
         return feature.reshape(-1, feature.shape[-1])[mask.reshape(-1) != 0]
 
 
-def _item(found: Any, place: str) -> tuple[str, Item]:
-    """Key and description of an image of the listing; with a problem, its place is the key."""
-    try:
-        key, prompt = inner_path(found["path"]), found["prompt"]
-        sides = [found.get(name, 0) for name in ("height", "width")]
-    except (TypeError, KeyError, AttributeError) as error:
-        return place, Item(problem=f"no 'path' or 'prompt' ({type(error).__name__}: {error})")
-    except RecordRejected as reject:
-        return place, Item(problem=reject.detail)
+def _image(found: Any) -> tuple[str, ListedImage]:
+    """Key and description of an image of the listing, as for ``add_listed``."""
+    key, prompt = inner_path(found["path"]), found["prompt"]
+    sides = [found.get(name, 0) for name in ("height", "width")]
     if not isinstance(prompt, str) or not prompt.strip():
-        return place, Item(problem="its prompt is not text, or empty")
+        raise RecordRejected("scan", "bad_metadata", "its prompt is not text, or empty")
     has_size = all(isinstance(side, int | float) and 1 <= side < 1 << 20 for side in sides)
-    return key, Item(prompt, (int(sides[0]), int(sides[1])) if has_size else (0, 0))
+    return key, ListedImage(prompt, (int(sides[0]), int(sides[1])) if has_size else (0, 0))

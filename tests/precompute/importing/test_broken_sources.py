@@ -318,7 +318,7 @@ def change(name: str, before: str, after: str) -> Callable[[Made], None]:
 STATISTICS, SAFETENSORS = "latents_stats.pt", "latents_rank00_shard000.safetensors"
 ARROW, INDEX, NEMO, DATASET = "data-00001-of-00002.arrow", "index.json", "metadata.json", "dataset.json"
 NO_STATISTICS = r"latents_stats\.pt.*vae\.shift"
-NO_ARROW = rf"file '{ARROW}' cannot be read"
+NO_ARROW = rf"'{ARROW}' cannot be read"
 OUTSIDE = "does not stay below its folder"
 REFUSED: list[tuple[str, Callable[[Made], Any], str]] = [
     # Unpickled, it would leave a mark.
@@ -327,7 +327,7 @@ REFUSED: list[tuple[str, Callable[[Made], Any], str]] = [
         lambda made: torch.save(Evil(made.source.parent / "mark"), made.source / STATISTICS),
         NO_STATISTICS,
     ),
-    ("lightningdit", lambda made: cut(made.source / SAFETENSORS, 5000), rf"shard '{SAFETENSORS}' cannot be opened"),
+    ("lightningdit", lambda made: cut(made.source / SAFETENSORS, 5000), rf"'{SAFETENSORS}' cannot be read"),
     ("edm2 folder", write(DATASET, "["), DATASET),
     ("edm2 folder", write(DATASET, '{"labels": [1]}'), DATASET),
     ("edm2 folder", write(DATASET, '{"labels": [["a.npy", "cat"]]}'), DATASET),
