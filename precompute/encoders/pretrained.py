@@ -94,7 +94,7 @@ class Pretrained:
         return model.to(self._device)
 
     @contextlib.contextmanager
-    def _in_float32(self, *, makes_room: bool = False) -> Iterator[None]:
+    def in_float32(self, *, makes_room: bool = False) -> Iterator[None]:
         """Compute in float32 with the weights of the file, not rounded to the recipe's dtype.
 
         The first time loads them again; then they stay in the CPU's memory, and lie on the device only within.

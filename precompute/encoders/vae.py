@@ -72,7 +72,7 @@ class ImageEncoder(Pretrained):
         self._tile_px = section.tile_px
         self._model = self._on_device(loaded)
         self._probe_px = self.fixed_side_px or PROBE_PX
-        self._probe_shape = self._forward(np.zeros((1, self._probe_px, self._probe_px, 3), np.uint8)).shape
+        self._probe_shape = self.encode(np.zeros((1, self._probe_px, self._probe_px, 3), np.uint8)).shape
         self._shift_and_scale = shift_and_scale(loaded, self._family, self.num_channels, place)
         self._dtype = getattr(torch, dtype)
         torch.nn.Module.to(self._model, self._dtype)  # diffusers' own method would warn
@@ -142,23 +142,6 @@ class ImageEncoder(Pretrained):
         """Zeroed uint8 pixels to fill and encode; pinned memory for a GPU."""
         return torch.zeros(shape, dtype=torch.uint8, pin_memory=self._device.type == "cuda").numpy()
 
-    def encode(self, pixels: np.ndarray) -> np.ndarray:
-        """Encode a batch of images of one size.
-
-        Args:
-          pixels: (B, height_px, width_px, 3) uint8.
-        Returns: (B, 2C, H, W) mean then log-variance, or (B, C, H, W) latents, float32, raw, patchified.
-        """
-        return self._forward(pixels)
-
-    def encode_in_float32(self, pixels: np.ndarray) -> np.ndarray:
-        """Encode in float32 whatever the recipe's dtype, one image at a time; as ``encode``.
-
-        Raises: EncoderError: the weights can no longer be loaded.
-        """
-        with self._in_float32():
-            return np.concatenate([self._forward(pixels[i : i + 1]) for i in range(len(pixels))])
-
     def largest_batch(self, height_px: int, width_px: int) -> int:
         """The largest power of two of images of one size that fit into one forward, found by doubling.
 
@@ -194,7 +177,13 @@ class ImageEncoder(Pretrained):
         return model
 
     @torch.inference_mode()
-    def _forward(self, pixels: np.ndarray) -> np.ndarray:
+    def encode(self, pixels: np.ndarray) -> np.ndarray:
+        """Encode a batch of images of one size.
+
+        Args:
+          pixels: (B, height_px, width_px, 3) uint8.
+        Returns: (B, 2C, H, W) mean then log-variance, or (B, C, H, W) latents, float32, raw, patchified.
+        """
         batch = torch.from_numpy(np.require(pixels, requirements=["C", "W"]))
         batch = batch.to(self._device, non_blocking=True)  # reading the output synchronizes
         batch = batch.permute(0, 3, 1, 2).to(self._dtype)  # (B, 3, height_px, width_px)

@@ -76,25 +76,38 @@ def plan_images(
     Raises: SourceError: too many are rejected.
     """
     check_listing(fresh, recipe, limits, stops=stops)  # before headers are read, so that the message has all counts
-    batches = _planned(source, fresh, recipe, decoders, limits, progress, stops)
-    return map_table(IMAGES_SCHEMA, rebatched(batches, BATCH_ROWS), WHAT)
-
-
-def _planned(
-    source: Source,
-    fresh: Listing,
-    recipe: PrecomputeRecipe,
-    decoders: Decoders,
-    limits: RejectLimits,
-    progress: Callable[[int], None],
-    stops: bool,
-) -> Iterator[pa.RecordBatch]:
     place = lru_cache(KNOWN_SIZES)(partial(place_image, images=recipe.images))
-    next_rows, done = Counter[str](), 0
+
+    def planned() -> Iterator[pa.RecordBatch]:
+        next_rows, done = Counter[str](), 0
+        for listed, sizes in _sizes(source, fresh, recipe, decoders):
+            rows, rejects = list[dict[str, Any]](), list[tuple[int, str, RecordRejected]]()
+            for position, size in enumerate(sizes):
+                placed = size if isinstance(size, RecordRejected) else place(*size)
+                if isinstance(placed, RecordRejected):
+                    rejects.append((position, listed["key"][position].as_py(), placed))
+                    rows.append(REJECTED_ROW | {"reason": placed.reason, "detail": placed.detail})
+                else:
+                    rows.append(placed | {"row": next_rows[placed["bucket"]]})
+                    next_rows[placed["bucket"]] += 1
+            limits.count(len(rows), rejects)
+            if stops:
+                limits.check()
+            done += len(rows)
+            progress(done)
+            yield pa.RecordBatch.from_pylist(rows, IMAGES_SCHEMA)
+
+    return map_table(IMAGES_SCHEMA, rebatched(planned(), BATCH_ROWS), WHAT)
+
+
+def _sizes(
+    source: Source, fresh: Listing, recipe: PrecomputeRecipe, decoders: Decoders
+) -> Iterator[tuple[pa.RecordBatch, list[Size | RecordRejected]]]:
+    """Slices of the listing in order, and the sizes of their images, which threads find ahead."""
     threads, length = (num_threads(), ASKED) if source.is_read_by_decoders else (FETCHES, FETCHED)
     slices = (batch.slice(i, length) for batch in fresh.batches() for i in range(0, batch.num_rows, length))
+    waiting: deque[tuple[pa.RecordBatch, Future[list[Size | RecordRejected]]]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="leandit-scan") as pool:
-        waiting: deque[tuple[pa.RecordBatch, Future[list[Size | RecordRejected]]]] = deque()
         try:
             while True:
                 for listed in islice(slices, ASKS_AHEAD * threads + 1 - len(waiting)):
@@ -102,21 +115,7 @@ def _planned(
                 if not waiting:
                     return
                 listed, sizes = waiting.popleft()
-                rows, rejects = list[dict[str, Any]](), list[tuple[int, str, RecordRejected]]()
-                for position, size in enumerate(sizes.result()):
-                    placed = size if isinstance(size, RecordRejected) else place(*size)
-                    if isinstance(placed, RecordRejected):
-                        rejects.append((position, listed["key"][position].as_py(), placed))
-                        rows.append(REJECTED_ROW | {"reason": placed.reason, "detail": placed.detail})
-                    else:
-                        rows.append(placed | {"row": next_rows[placed["bucket"]]})
-                        next_rows[placed["bucket"]] += 1
-                limits.count(len(rows), rejects)
-                if stops:
-                    limits.check()
-                done += len(rows)
-                progress(done)
-                yield pa.RecordBatch.from_pylist(rows, IMAGES_SCHEMA)
+                yield listed, sizes.result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 

@@ -112,8 +112,10 @@ def _left_out(stored: StoreSpec, expected: StoreSpec) -> list[str]:
 
 
 def _named(spec: StoreSpec) -> dict[str, Any]:
-    """The identity of a spec, in which all TABLES are by name."""
+    """The identity of a spec, in which all TABLES are by name, in the order of the store."""
     identity = {kind: {} for kind in TABLES} | spec.identity()
+    text = {role: identity.pop(role) for role in ("text", "text_encoder")}
+    identity["texts"] = ({"": text} if text["text"] else {}) | identity["texts"]
     return identity | {"companions": {part["name"]: part for part in identity["companions"]}}
 
 
@@ -124,9 +126,11 @@ def _differences(stored: StoreSpec, expected: StoreSpec) -> list[str]:
         before, now = list(old[kind]), list(new[kind])
         for name in sorted({*before} ^ {*now}):
             where = "the store, not in the recipe" if name in before else "the recipe, not in the store"
-            lines.append(f"[{table}.{name}] is in {where}")
+            lines.append(f"[{f'{table}.{name}' if name else table}] is in {where}")
         both = [name for name in before if name in now]
-        old[kind], new[kind] = ({name: tables[kind][name] for name in both} for tables in (old, new))
+        for tables in (old, new):
+            tables[kind] = {name: tables[kind][name] for name in both}
+            tables |= tables[kind].pop("", {})  # fields of [text] as they are called in the store
         if kind == "companions" and both != now[: len(both)]:
             lines.append(f"[companions.NAME] come as {', '.join(now)}, expected {', '.join(both)} first")
     old, new = flatten(old), flatten(new)
@@ -136,19 +140,9 @@ def _differences(stored: StoreSpec, expected: StoreSpec) -> list[str]:
 
 def is_extension(before: StoreSpec, after: StoreSpec) -> bool:
     """Whether a spec equals an earlier one, but for text encoders, features and companions that it adds at the end."""
-    old, new = before.identity(), after.identity()
-    if not before.text_encoders:  # then a first one, of [text], may come
-        for role in ("text", "text_encoder"):
-            old.pop(role)
-            new.pop(role)
-    names = [
-        ([encoder.name for encoder in spec.text_encoders], [feature.name for feature in spec.features])
-        for spec in (before, after)
-    ]
-    is_first = all(later[: len(earlier)] == earlier for earlier, later in zip(*names, strict=True))
-    earlier, later = old.pop("companions", []), new.pop("companions", [])
-    is_first &= later[: len(earlier)] == earlier
-    for kind in ("texts", "features"):
-        known, now = old.pop(kind, {}), new.pop(kind, {})
-        is_first &= all(now.get(name) == part for name, part in known.items())
-    return is_first and old == new
+    old, new = _named(before), _named(after)
+    for kind in TABLES:
+        earlier, later = list(old.pop(kind).items()), list(new.pop(kind).items())
+        if later[: len(earlier)] != earlier:
+            return False
+    return old == new

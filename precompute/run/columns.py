@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,19 +47,24 @@ class Column:
       image: the image of the record that it reads: OWN, or the name of a companion.
       model: class name of the encoder, for messages.
       encode: outputs for (B, height_px, width_px, 3) uint8 pixels, or (B, H, W) of a mask.
-      encode_exactly: the same in float32 whatever the recipe's dtype, one image at a time.
       narrow: (B, ...) rows of each array of the group in the store's dtypes, from outputs and the (B,) positions of
         the records, which are the keys of a stored sample.
       token_dtype: of stored tokens, whose quality is measured; empty for latents and masks.
+      in_float32: in this context, ``encode`` computes in float32 whatever the recipe's dtype.
     """
 
     group: str
     image: str
     model: str
     encode: Callable[[np.ndarray], Outputs]
-    encode_exactly: Callable[[np.ndarray], Outputs]
     narrow: Callable[[Outputs, np.ndarray], list[np.ndarray]]
     token_dtype: str = ""
+    in_float32: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def encode_exactly(self, pixels: np.ndarray) -> Outputs:
+        """As ``encode``, in float32 whatever the recipe's dtype."""
+        with self.in_float32():
+            return self.encode(pixels)
 
     def quality(self, outputs: Outputs, rows: Sequence[np.ndarray]) -> Quality | None:
         """What narrowing cost the tokens of one record; None for latents and masks.
@@ -84,12 +90,9 @@ def worst(measured: Sequence[Quality]) -> Quality | None:
 def latent_column(encoder: ImageEncoder, spec: LatentSpec, group: str = LATENTS) -> Column:
     """Latents of the record's own image, or of a companion."""
     return Column(
-        group,
-        group,
-        encoder.identity.class_name,
-        lambda pixels: [encoder.encode(pixels)],
-        lambda pixels: [encoder.encode_in_float32(pixels)],
+        *(group, group, encoder.identity.class_name, lambda pixels: [encoder.encode(pixels)]),
         lambda outputs, records: [to_stored(outputs[0], spec, records)],
+        in_float32=encoder.in_float32,
     )
 
 
@@ -104,13 +107,13 @@ def image_columns(encoders: Encoders, latent: LatentSpec) -> dict[str, Column]:
         dtype = model.spec().dtype
         columns.append(
             Column(
-                *(name, OWN, model.identity.class_name, model.encode, model.encode_in_float32),
+                *(name, OWN, model.identity.class_name, model.encode),
                 lambda outputs, _, dtype=dtype: _narrowed_tokens(outputs, dtype),
-                dtype,
+                *(dtype, model.in_float32),
             )
         )
     for name, kind in encoders.companions.items():
-        mask = Column(name, name, "mask", lambda grey: [grey], lambda grey: [grey], lambda outputs, _: outputs)
+        mask = Column(name, name, "mask", lambda grey: [grey], lambda outputs, _: outputs)
         columns.append(mask if kind == MASK else latent_column(encoders.image, mean, name))
     return {column.group: column for column in columns}
 

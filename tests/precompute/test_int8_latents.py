@@ -78,7 +78,7 @@ def test_moments_are_refused_and_what_is_not_finite_is_rejected_and_counts_for_n
 ) -> None:
     with pytest.raises(RecipeError, match=r'store\.dtype "int8".*vae\.keep = "mean"'):
         encode(label_recipe("store.dtype=int8"), class_folder, tmp_path / "moments")
-    forward = ImageEncoder._forward
+    forward = ImageEncoder.encode
 
     def failing(self: ImageEncoder, pixels: np.ndarray) -> np.ndarray:
         moments = forward(self, pixels).copy()
@@ -87,7 +87,7 @@ def test_moments_are_refused_and_what_is_not_finite_is_rejected_and_counts_for_n
 
     pixels = [adm_by_hand(Image.open(path), 32)[0, 0, 0] for path in sorted(class_folder.glob("*/*.png"))]
     first = pixels[7]
-    monkeypatch.setattr(ImageEncoder, "_forward", failing)
+    monkeypatch.setattr(ImageEncoder, "encode", failing)
     manifest = encode(label_recipe(MEAN, "store.dtype=int8"), class_folder, tmp_path / "store").manifest
     assert manifest.num_rejected == pixels.count(first)
     assert manifest.statistics.count == manifest.num_stored * 4 * 4

@@ -214,7 +214,7 @@ def test_whatever_file_a_sealed_store_loses_the_same_command_encodes_nothing_and
 def test_output_that_is_not_finite_or_beyond_float16_is_rejected_and_the_others_keep_their_bits(
     encode: Encode, class_folder: Path, tmp_path: Path, label_store: LatentStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward, bad = ImageEncoder._forward, {2: np.nan, 7: np.inf, 13: 1e6}
+    forward, bad = ImageEncoder.encode, {2: np.nan, 7: np.inf, 13: 1e6}
     files = sorted(class_folder.glob("*/*.png"))
     numbers = {adm_by_hand(Image.open(path), 32).tobytes(): i for i, path in enumerate(files)}
 
@@ -224,7 +224,7 @@ def test_output_that_is_not_finite_or_beyond_float16_is_rejected_and_the_others_
             moments[i, 0, 0, 0] = bad.get(numbers.get(image.tobytes(), -1), moments[i, 0, 0, 0])
         return moments
 
-    monkeypatch.setattr(ImageEncoder, "_forward", failing)
+    monkeypatch.setattr(ImageEncoder, "encode", failing)
     encode(label_recipe("source.max_reject_share=1"), class_folder, tmp_path / "store")
     store = LatentStore(tmp_path / "store")
     found, wanted = store.latents("32x32").read(0, 15), label_store.latents("32x32").read(0, 15)

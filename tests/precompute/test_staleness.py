@@ -129,7 +129,7 @@ CHANGED: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], list[str]], str]] 
     "buckets": (recipe_with('images.buckets=["64x64"]'), "images.buckets is "),
     "batch of images": (recipe_with("vae.batch_size=4"), "latent.batch_size is 8 in the store, 4 now"),
     "max_tokens": (recipe_with("text.max_tokens=12"), "text.max_tokens is 16 in the store, 12 now"),
-    "no text": (recipe_with("text.kind=none"), "text.kind is 't5' in the store, None now"),
+    "no text": (recipe_with("text.kind=none"), "[text] is in the store, not in the recipe"),
     "template": (code_with(text, "TEMPLATE", "a photo of {caption}"), "text.template is '{caption}' in"),
     "crop": (
         recipe_with("images.crop=adm", "images.buckets=square"),

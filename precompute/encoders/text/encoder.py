@@ -201,7 +201,7 @@ class CaptionEncoder(Pretrained):
                 captions[i][:80],
                 self.identity.dtype,
             )
-            with self._in_float32(makes_room=True):
+            with self.in_float32(makes_room=True):
                 again = self._forward(ids[i : i + 1], mask[i : i + 1], stored)
             for rows, row in zip(encoded, again.row(0), strict=True):
                 if rows is not None:

@@ -91,6 +91,7 @@ class FeatureEncoder(Pretrained):
         """The spec of the stored tokens."""
         return self._spec
 
+    @torch.inference_mode()
     def encode(self, pixels: np.ndarray) -> list[np.ndarray]:
         """Encode a batch of images of one size.
 
@@ -98,19 +99,6 @@ class FeatureEncoder(Pretrained):
           pixels: (B, height_px, width_px, 3) uint8, as the autoencoder gets them.
         Returns: (B, T, D) float32 tokens of the patches, row by row, and (or) (B, D) of the class token, in this order.
         """
-        return self._forward(pixels)
-
-    def encode_in_float32(self, pixels: np.ndarray) -> list[np.ndarray]:
-        """Encode in float32 whatever the recipe's dtype, one image at a time; as ``encode``.
-
-        Raises: EncoderError: the weights can no longer be loaded.
-        """
-        with self._in_float32():
-            alone = [self._forward(pixels[i : i + 1]) for i in range(len(pixels))]
-        return [np.concatenate(arrays) for arrays in zip(*alone, strict=True)]
-
-    @torch.inference_mode()
-    def _forward(self, pixels: np.ndarray) -> list[np.ndarray]:
         batch = torch.from_numpy(np.require(pixels, requirements=["C", "W"]))
         batch = batch.to(self._device, non_blocking=True)  # reading the output synchronizes
         batch = batch.permute(0, 3, 1, 2).float() / GREY_LEVELS  # (B, 3, height_px, width_px) in 0..1

@@ -93,10 +93,11 @@ def test_encoding_in_float32_leaves_the_arithmetic_as_it_was(save: Save, monkeyp
     before = low.encode(pixels())
     assert not np.array_equal(before, high.encode(pixels()))
     one_by_one = np.concatenate([high.encode(pixels()[i : i + 1]) for i in range(3)])
-    again = low.encode_in_float32(pixels())
-    assert again.dtype == np.float32
-    assert np.array_equal(again, one_by_one)  # with the weights of the file, not those rounded to bfloat16
-    assert np.array_equal(low.encode_in_float32(pixels()), one_by_one)
+    for _ in range(2):
+        with low.in_float32():
+            again = np.concatenate([low.encode(pixels()[i : i + 1]) for i in range(3)])
+        assert again.dtype == np.float32
+        assert np.array_equal(again, one_by_one)  # with the weights of the file, not those rounded to bfloat16
     assert np.array_equal(low.encode(pixels()), before)
 
 

@@ -23,7 +23,7 @@ from leandit.tools.inspection.store_text import render
 pytestmark = pytest.mark.usefixtures("quick")
 Encode = Callable[..., object]
 Forward = Callable[[ImageEncoder, np.ndarray], np.ndarray]
-FORWARD: Forward = ImageEncoder._forward
+FORWARD: Forward = ImageEncoder.encode
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return FORWARD(self, pixels)
 
-        monkeypatch.setattr(ImageEncoder, "_forward", forward)
+        monkeypatch.setattr(ImageEncoder, "encode", forward)
         return tried
 
     return limit
@@ -117,7 +117,7 @@ def test_a_latent_that_is_not_finite_is_made_again_and_told(
                 moments[i] = np.nan
         return moments
 
-    monkeypatch.setattr(ImageEncoder, "_forward", forward)
+    monkeypatch.setattr(ImageEncoder, "encode", forward)
     encode(label_recipe("vae.flip=true"), class_folder, tmp_path / "store")
     store = LatentStore(tmp_path / "store")
     assert store.buckets == {"32x32": 15}
@@ -160,10 +160,10 @@ def test_the_largest_batch_is_the_last_doubling_that_fits(
 ) -> None:
     encoder = loaded_encoders(label_recipe().vae, label_recipe().text).image
     tried = sizes(memory)
-    limited = ImageEncoder._forward
+    limited = ImageEncoder.encode
     small = np.zeros((1, 32, 32, 3), np.uint8)
     monkeypatch.setattr(
-        ImageEncoder, "_forward", lambda self, pixels: limited(self, small.repeat(len(pixels), 0))
+        ImageEncoder, "encode", lambda self, pixels: limited(self, small.repeat(len(pixels), 0))
     )  # of large images only the number counts here
     assert encoder.largest_batch(side_px, side_px) == found
     assert tried == [2**i for i in range(len(tried))]
