@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 
-from ..datasets.format.class_names import ClassNames
 from ..datasets.format.layout import LEASES, revision_prefix
 from ..datasets.format.layout import PLAN as PLAN_FOLDER
 from ..datasets.format.schema import Manifest, SelfCheck
@@ -45,12 +44,10 @@ from .planning.opening import (
 )
 from .planning.planner import Planner
 from .planning.self_check import NUM_IMAGES, check_autoencoder
-from .run.bottleneck import CHECK, LOAD, PLAN, StageTime, Workers, stage_times
+from .run.bottleneck import CHECK, LOAD, PLAN, StageTime, stage_times
 from .run.clock import Progress, StageClock
 from .run.tasks import Runner
-from .sharing.leases import Leases, alone, seal_alone
-from .sharing.part import Part
-from .sources.files.ignored import Ignored
+from .sharing.leases import ALL_SHARDS, Leases, alone, seal_alone
 from .sources.several import SourcePaths, list_sources, open_sources
 from .sources.source import Source
 
@@ -68,11 +65,11 @@ class Report:
       total_seconds: wall time of the call.
       codec: of the store.
       seconds: of each stage, summed over threads, so they can exceed the wall time.
-      ignored: files and folders of the source that were skipped; empty if another process has listed it.
-      classes: of the source, by name.
+      source: None if another process has listed it.
       changes: of the source since the previous revision, if a revision was added.
       tokens: counts of the text encoder.
-      workers: device and threads of the run.
+      device: of the encoders, as "cpu" or "cuda".
+      num_decoders: images that are read and decoded concurrently.
     """
 
     manifest: Manifest | None
@@ -81,16 +78,16 @@ class Report:
     total_seconds: float
     codec: str
     seconds: dict[str, float]
-    ignored: Ignored
-    classes: ClassNames
+    source: Source | None
     changes: Comparison | None = None
     tokens: TokenCount = field(default_factory=TokenCount)
-    workers: Workers = field(default_factory=Workers)
+    device: str = "cpu"
+    num_decoders: int = 1
 
     @property
     def times(self) -> list[StageTime]:
         """Time and rate of each stage."""
-        return stage_times(self.seconds, self.num_encoded, self.workers)
+        return stage_times(self.seconds, self.num_encoded, self.num_decoders)
 
 
 def precompute(
@@ -101,7 +98,7 @@ def precompute(
     device: torch.device,
     progress: Progress,
     options: Options | None = None,
-    part: Part | None = None,
+    part: slice = ALL_SHARDS,
     listed: Source | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Report:
@@ -111,7 +108,7 @@ def precompute(
       source_path: a folder, a file or a URL; or several.
       options: how to treat missing or rejected records.
       device: where the encoders run.
-      part: encode only this share of the shards; None for all shards that no other process encodes.
+      part: encode only these shards; by default all that no other process encodes.
       listed: the source, if it is already listed.
       say: called with notes about the source before encoding starts.
     Raises: LeanditError: its class says what to fix; then run the same command again.
@@ -130,8 +127,7 @@ def precompute(
             *(encoders.image.device, decoders.num_at_once, MAX_THREADS),
         )
         runner = Runner(encoders, decoders, source, clock=clock)
-        stage = Stage1(store_path, recipe, source_path, runner, progress, say, listed=listed)
-        stage.part, stage.options = part or stage.part, options or stage.options
+        stage = Stage1(store_path, recipe, source_path, runner, progress, say, part, options or Options(), listed)
         manifest = stage.run(newest)
     return Report(
         manifest=manifest,
@@ -140,11 +136,11 @@ def precompute(
         total_seconds=time.perf_counter() - start,
         codec=recipe.store.codec,
         seconds=clock.seconds,
-        ignored=stage.listed.ignored if stage.listed else Ignored(),
-        classes=ClassNames(*((stage.listed.classes, stage.listed.class_names) if stage.listed else (None, None))),
+        source=stage.listed,
         changes=stage.changes,
         tokens=runner.tokens,
-        workers=Workers(encoders.image.device.type, 1, decoders.num_at_once),
+        device=encoders.image.device.type,
+        num_decoders=decoders.num_at_once,
     )
 
 
@@ -170,9 +166,9 @@ class Stage1:
     source_path: SourcePaths
     runner: Runner
     progress: Progress
-    say: Callable[[str], None] = lambda note: None
-    part: Part = field(default_factory=Part)
-    options: Options = field(default_factory=Options)
+    say: Callable[[str], None]
+    part: slice
+    options: Options
     listed: Source | None = None
     changes: Comparison | None = None
 
@@ -186,7 +182,7 @@ class Stage1:
         plan = self.unfinished_plan()
         manifest = self.finish(plan) if plan else None
         # Plan the next one, unless another process has since this call began, or a part has more to do.
-        may_grow = not plan or (newest >= plan.revision and self.part == Part())
+        may_grow = not plan or (newest >= plan.revision and self.part == ALL_SHARDS)
         if may_grow and (plan := self.next_plan(newest)):
             manifest = self.finish(plan)
         if not manifest and not self.runner.num_left:
@@ -285,9 +281,9 @@ class Stage1:
 
     def finish(self, plan: FrozenPlan) -> Manifest | None:
         """Encode the missing shards of a revision and seal it; returns, raises: as ``Runner.complete``."""
-        own = self.part.of(plan.layout.tasks())
+        own = plan.layout.tasks()[self.part]
         # Processes without a part share all shards: only the one that seals checks their bytes.
-        writer = StoreWriter(self.root, plan, own=() if self.part == Part() else own)
+        writer = StoreWriter(self.root, plan, own=() if self.part == ALL_SHARDS else own)
         return self.runner.complete(writer, own, section=self.recipe.source, progress=self.progress)
 
     def log_state(self, plan: FrozenPlan, state: str) -> None:

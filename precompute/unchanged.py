@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..datasets.format.class_names import ClassNames
 from ..datasets.format.schema import EncoderIdentity, Manifest, StoreSpec
 from ..datasets.revisions.catalog import planned_revisions, sealed_revisions
 from ..datasets.revisions.local import with_stored_encoder_paths
@@ -23,7 +21,6 @@ from ..datasets.revisions.writer import StoreWriter
 from ..datasets.store import LatentStore
 from .config import PrecomputeRecipe
 from .encoders.model_files import VAE_WEIGHTS, ModelFiles, hash_files, library_majors, tokenizer_files
-from .sources.files.ignored import Ignored
 from .sources.several import SourcePaths, list_sources
 from .sources.source import Source
 
@@ -31,53 +28,35 @@ LOG = logging.getLogger(__name__)
 GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))  # of NVIDIA, AMD; of either under Windows
 
 
-@dataclass(frozen=True)
-class Unchanged:
-    """A complete store with nothing to do.
-
-    Args:
-      ignored: files and folders of the source that were skipped.
-      classes: of the source, by name.
-      notes: on how the source was read.
-    """
-
-    manifest: Manifest
-    ignored: Ignored
-    classes: ClassNames
-    notes: list[str]
-
-
 def unchanged(
     recipe: PrecomputeRecipe, source_path: SourcePaths, store: Path, *, device: str
-) -> Unchanged | Source | None:
+) -> tuple[Manifest | None, Source | None]:
     """Check whether a precompute with these arguments has nothing to do.
 
     Args:
       device: as the command line names it.
-    Returns: if there may be work, the source if it was already listed.
+    Returns: the store's manifest, None if there may be work; and the source, if it was listed.
     Raises: LeanditError: of the source or the VAE, as the ordinary path raises it; DamageError: a file is missing.
     """
     if recipe.source.check == "content" or not store.is_dir():
-        return None
+        return None, None
     sealed = sealed_revisions(store)
     if not sealed or planned_revisions(store):
-        return None
+        return None, None
     plan = read_plan(store, sealed[-1])
     if not _has_same_settings(plan.spec, recipe, store) or not _has_same_encoders(plan.spec, recipe, device):
         LOG.info("store '%s': settings or encoders may differ from its own, so the encoders are loaded", store)
-        return None
+        return None, None
     source = list_sources(source_path, recipe.source, recipe.companion_columns)
     LatentStore(store)  # checks that no file is missing
     listing = source.listing_hash(null_captions=recipe.null_captions)
     if source.renames(plan.spec.classes) or listing != plan.listing:
         LOG.info("store '%s': the listing of the source has changed", store)
-        return source
+        return None, source
     names = dict(zip(plan.spec.classes or (), plan.spec.class_names or (), strict=False))
     if any(names.get(name) != now for name, now in zip(source.classes or (), source.class_names or (), strict=False)):
-        return source  # the file of class names has changed
-    classes = ClassNames(source.classes, source.class_names)
-    notes = [f"source '{source.name}': {note}" for note in source.notes]
-    return Unchanged(StoreWriter(store, plan).seal(), source.ignored, classes, notes)
+        return None, source  # the file of class names has changed
+    return StoreWriter(store, plan).seal(), source
 
 
 def _has_same_settings(spec: StoreSpec, recipe: PrecomputeRecipe, store: Path) -> bool:

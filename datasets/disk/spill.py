@@ -6,7 +6,6 @@ in ``tempfile``'s folder (TMPDIR); on a tmpfs they would take memory after all.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import mmap
 import os
@@ -21,7 +20,7 @@ import pyarrow as pa
 from ..errors import ResourceError
 
 BATCH_ROWS = 1 << 14  # of a mapped table
-LARGE_BYTES = 1 << 24  # of numbers that the kernel should be able to evict
+LARGE_BYTES = 1 << 24  # of an array that the kernel should be able to evict
 MAX_BATCH_BYTES = 1 << 30  # of such a batch: texts of a column must fit into 2 GiB
 
 
@@ -77,15 +76,15 @@ def map_table(schema: pa.Schema, batches: Iterable[pa.RecordBatch], what: str) -
     return pa.ipc.open_file(pa.py_buffer(map_written(write, what))).read_all()
 
 
-def map_array(length: int, dtype: str | np.dtype, what: str) -> np.ndarray:
-    """Zeros in a temporary file.
+def map_array(length: int, dtype: Any, what: str) -> np.ndarray:
+    """Zeros, in a temporary file where they are many.
 
-    Returns: (length,), mapped for reading and writing.
+    Returns: (length,), for reading and writing.
     Raises: ResourceError: the folder for temporary files is full.
     """
-    if not length:
-        return np.empty(0, dtype)
     num_bytes = length * np.dtype(dtype).itemsize
+    if num_bytes < LARGE_BYTES:
+        return np.zeros(length, dtype)
     with named_errors(what), tempfile.TemporaryFile(prefix="leandit-") as file:
         if hasattr(os, "posix_fallocate"):  # a sparse file would cause a SIGBUS once the disk is full
             os.posix_fallocate(file.fileno(), 0, num_bytes)
@@ -94,46 +93,6 @@ def map_array(length: int, dtype: str | np.dtype, what: str) -> np.ndarray:
                 file.write(bytes(min(1 << 20, num_bytes - start)))
             file.flush()
         return np.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype)
-
-
-def map_numbers(length: int, dtype: Any, what: str) -> np.ndarray:
-    """Zeros in memory, or in a temporary file where they are large and the folder for these has room.
-
-    Returns: (length,).
-    """
-    if length * np.dtype(dtype).itemsize >= LARGE_BYTES and hasattr(os, "posix_fallocate"):
-        with contextlib.suppress(ResourceError):
-            return map_array(length, dtype, what)
-    return np.zeros(length, dtype)
-
-
-class GrowingArray:
-    """Numbers that arrive a few at a time, in a temporary file.
-
-    Args:
-      what: the content, for the error.
-    """
-
-    def __init__(self, dtype: str | np.dtype, what: str) -> None:
-        self._dtype, self._what = np.dtype(dtype), what
-        with named_errors(what):
-            self._file = tempfile.TemporaryFile(prefix="leandit-")  # noqa: SIM115 (``close`` closes it)
-
-    def append(self, values: np.ndarray) -> None:
-        """Append numbers.
-
-        Raises: ResourceError: the folder for temporary files is full.
-        """
-        with named_errors(self._what):
-            self._file.write(np.ascontiguousarray(values, self._dtype).data)
-
-    def close(self) -> np.ndarray:
-        """All numbers, mapped; nothing can be appended afterwards."""
-        with named_errors(self._what), self._file as file:
-            if not file.tell():
-                return np.empty(0, self._dtype)
-            file.flush()
-            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), self._dtype)
 
 
 def one_chunk(column: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute
 import xxhash
 
-from ..disk.spill import map_numbers
+from ..disk.spill import map_array
 from ..errors import DamageError
 from ..format.buckets import bucket_size
 from ..format.layout import CAPTIONS, RECORDS
@@ -158,9 +158,9 @@ def build_index(
     names = suffixes(spec)
     for suffix in names.values():
         rows = max((one.shape[0] for path, one in layouts.items() if path.startswith(f"{CAPTION_PART}/")), default=0)
-        index[f"caption_start{suffix}"] = map_numbers(num_captions, _narrow(rows), "an index of captions")
-        index[f"caption_length{suffix}"] = map_numbers(num_captions, np.int32, "an index of captions")
-        index[f"caption_checksum{suffix}"] = map_numbers(num_captions, np.uint64, "an index of captions")
+        index[f"caption_start{suffix}"] = map_array(num_captions, _narrow(rows), "an index of captions")
+        index[f"caption_length{suffix}"] = map_array(num_captions, np.int32, "an index of captions")
+        index[f"caption_checksum{suffix}"] = map_array(num_captions, np.uint64, "an index of captions")
     columns = [f"{name}{suffix}" for suffix in names.values() for name in (CAPTION_START, "num_tokens", "checksum")]
     first = 0
     for batch in read(CAPTIONS, columns) if columns else ():
@@ -188,12 +188,12 @@ def _build_records(
     rows = max((layouts[f"{bucket_part(bucket)}/{spec.latent.array}"].shape[0] for bucket in counts), default=0)
     checksums = ["checksum", *(f"checksum_{name}" for name in spec.groups)]
     numbers = {
-        "rows": map_numbers(total, _narrow(rows), "an index"),
-        "records": map_numbers(total, _narrow(num_records), "an index"),
-        "labels": map_numbers(total, np.int32, "an index"),
-        "caption_starts": map_numbers(total + len(counts), _narrow(total_ids), "an index"),
-        "caption_ids": map_numbers(total_ids, np.int32, "an index"),
-        **{name: map_numbers(num_records, np.uint64, "an index") for name in ("keys", *checksums)},
+        "rows": map_array(total, _narrow(rows), "an index"),
+        "records": map_array(total, _narrow(num_records), "an index"),
+        "labels": map_array(total, np.int32, "an index"),
+        "caption_starts": map_array(total + len(counts), _narrow(total_ids), "an index"),
+        "caption_ids": map_array(total_ids, np.int32, "an index"),
+        **{name: map_array(num_records, np.uint64, "an index") for name in ("keys", *checksums)},
     }
     by_bucket = bucket_indexes(numbers.__getitem__, *({bucket: n[i] for bucket, n in counts.items()} for i in (0, 1)))
     first = 0

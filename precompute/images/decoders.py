@@ -62,7 +62,7 @@ class Decoded:
     Args:
       pixels: (H, W, 3) uint8, of the bucket's size; of a mask (H, W), of the latents' size; with variants one more
         dimension, the first, for the crops; read-only.
-      height_px, width_px: of the source image, upright.
+      size: height and width in pixels of the source image, upright.
       source_checksum: XXH3-64 of the encoded bytes.
       read_seconds: of the child's read; 0 for bytes that were sent.
       decode_seconds: of the rest.
@@ -70,17 +70,11 @@ class Decoded:
     """
 
     pixels: np.ndarray
-    height_px: int
-    width_px: int
+    size: tuple[int, int]
     source_checksum: int
     read_seconds: float = 0.0
     decode_seconds: float = 0.0
     companions: Mapping[str, Decoded] = field(default_factory=dict)
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Height and width of the source image in pixels."""
-        return self.height_px, self.width_px
 
 
 class Decoders:
@@ -195,8 +189,7 @@ class Decoders:
         job = {"stage": "decode", "path": str(path), "offset": offset, "num_bytes": num_bytes, "how": how}
         head, pixels = self._ask(job, data)
         assert pixels is not None, "a child answers a decode with pixels"
-        height_px, width_px = head["size"]
-        return Decoded(pixels, height_px, width_px, head["checksum"], *head["seconds"])
+        return Decoded(pixels, tuple(head["size"]), head["checksum"], *head["seconds"])
 
     def _ask(
         self, job: dict[str, Any], data: bytes | None, *, patience: tuple[int, ...] = (1, RETRY_PATIENCE)

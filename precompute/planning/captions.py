@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
-from ...datasets.disk.spill import BATCH_ROWS, GrowingArray, map_array, map_table, rebatched
+from ...datasets.disk.spill import BATCH_ROWS, map_array, map_table, rebatched
 from ...datasets.format.table_schemas import CAPTION_COUNTS, PLAN_SCHEMA, captions_schema_of
 from ..encoders.text.tokenizer import CaptionTokenizer, of_table
 from ..sources.listing.duck import database, numbered
@@ -54,6 +54,7 @@ def plan_captions(
     texts_of_records: Iterable[pa.ListArray],
     encoders: Sequence[CaptionCounts],
     *,
+    num_records: int,
     revision: int = 1,
     known: pa.Table | None = None,
 ) -> tuple[pa.Table, pa.ChunkedArray]:
@@ -62,6 +63,7 @@ def plan_captions(
     Args:
       texts_of_records: captions of batches of records, as lists of texts.
       encoders: all text encoders; the first one's counts are the lengths.
+      num_records: in all batches.
       revision: that encodes the new captions.
       known: captions table of the previous revision; its captions keep their ids, and are counted by the encoders that
         it does not have yet.
@@ -76,7 +78,7 @@ def plan_captions(
             pa.RecordBatch.from_arrays([pa.repeat(none, len(lists))], schema=IDS_SCHEMA) for lists in texts_of_records
         )
         return before, map_table(IDS_SCHEMA, nothing, WHAT)["caption_ids"]
-    num_known, numbers = before.num_rows, GrowingArray("uint16", WHAT)  # of captions of each record
+    num_known, numbers = before.num_rows, map_array(num_records, "uint16", WHAT)  # of captions of each record
     known_texts = (pa.RecordBatch.from_arrays([batch["text"]], schema=TEXT_SCHEMA) for batch in before.to_batches())
     with database(WHAT) as connection:
         connection.register("stream", numbered(TEXT_SCHEMA, chain(known_texts, _flattened(texts_of_records, numbers))))
@@ -98,7 +100,7 @@ def plan_captions(
         ids, pairs = map_array(total, "int32", WHAT), "SELECT position, first FROM texts JOIN firsts USING (text)"
         for batch in connection.sql(pairs).to_arrow_reader(BATCH_ROWS):
             ids[batch["position"].to_numpy()] = id_of[batch["first"].to_numpy()]
-    return captions, map_table(IDS_SCHEMA, _id_lists(numbers.close(), ids[num_known:]), WHAT)["caption_ids"]
+    return captions, map_table(IDS_SCHEMA, _id_lists(numbers, ids[num_known:]), WHAT)["caption_ids"]
 
 
 def _numbered(batches: Iterable[pa.RecordBatch], id_of: np.ndarray, next_id: int) -> Iterator[pa.RecordBatch]:
@@ -109,10 +111,12 @@ def _numbered(batches: Iterable[pa.RecordBatch], id_of: np.ndarray, next_id: int
         yield batch
 
 
-def _flattened(texts_of_records: Iterable[pa.ListArray], numbers: GrowingArray) -> Iterator[pa.RecordBatch]:
-    """Flatten the lists and append their lengths to ``numbers``."""
+def _flattened(texts_of_records: Iterable[pa.ListArray], numbers: np.ndarray) -> Iterator[pa.RecordBatch]:
+    """Flatten the lists, and write their lengths into ``numbers``."""
+    start = 0
     for lists in texts_of_records:
-        numbers.append(pc.list_value_length(lists).to_numpy())
+        numbers[start : start + len(lists)] = pc.list_value_length(lists).to_numpy()
+        start += len(lists)
         yield pa.RecordBatch.from_arrays([lists.flatten()], schema=TEXT_SCHEMA)
 
 

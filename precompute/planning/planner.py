@@ -175,6 +175,7 @@ class Planner:
         captions, caption_ids = plan_captions(
             chain(planned_texts(comparison, images), [pa.array([spec.sample_captions], TEXTS)]),
             counts,
+            num_records=comparison.carried.num_rows + len(comparison.fresh) + 1,
             revision=revision,
             known=base and base.captions,
         )

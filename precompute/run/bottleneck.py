@@ -18,21 +18,6 @@ MIN_SHOWN_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
-class Workers:
-    """Devices and threads of a run.
-
-    Args:
-      device: of the encoders, as "cpu" or "cuda".
-      num_encoders: processes that encode, each with a writing thread.
-      num_decoders: images that are read and decoded concurrently.
-    """
-
-    device: str = "cpu"
-    num_encoders: int = 1
-    num_decoders: int = 1
-
-
-@dataclass(frozen=True)
 class StageTime:
     """Time of one stage.
 
@@ -54,37 +39,33 @@ class StageTime:
         return self.seconds / self.threads
 
 
-def stage_times(seconds: Mapping[str, float], num_images: int, workers: Workers) -> list[StageTime]:
+def stage_times(seconds: Mapping[str, float], num_images: int, num_decoders: int) -> list[StageTime]:
     """Time and rate of each stage, in the order of the data.
 
     Args:
       seconds: of each stage, summed over its threads; other keys are ignored.
       num_images: that went through all stages.
-      workers: of the run.
+      num_decoders: images that are read and decoded concurrently; one thread encodes, and one writes.
     """
     found = []
     for name in (READ, DECODE, TEXT, ENCODE, WRITE):
         if name not in seconds:
             continue
-        taken, threads = (
-            max(0.0, seconds[name]),
-            workers.num_decoders if name in (READ, DECODE) else workers.num_encoders,
-        )
+        taken, threads = max(0.0, seconds[name]), num_decoders if name in (READ, DECODE) else 1
         rate = num_images * threads / taken if taken and name != TEXT else None
         found.append(StageTime(name, taken, threads, rate))
     return found
 
 
-def before_stages(seconds: Mapping[str, float], workers: Workers) -> str:
-    """What took time before the stages, in words; of several processes that load at once, the mean.
+def before_stages(seconds: Mapping[str, float]) -> str:
+    """What took time before the stages, in words.
 
     Args:
       seconds: as in ``stage_times``.
     """
     check = seconds.get(CHECK, 0.0)
-    plan = max(0.0, seconds.get(PLAN, 0.0) / workers.num_encoders - check)
-    load = seconds.get(LOAD, 0.0) / workers.num_encoders
-    took = {"loading the encoders": load, "planning": plan, "self-check": check}
+    plan = max(0.0, seconds.get(PLAN, 0.0) - check)
+    took = {"loading the encoders": seconds.get(LOAD, 0.0), "planning": plan, "self-check": check}
     return ", ".join(f"{readable_time(value)} {what}" for what, value in took.items() if value >= MIN_SHOWN_SECONDS)
 
 

@@ -1,1 +1,1 @@
-"""Which process encodes which shard: leases and parts."""
+"""Which process encodes which shard: leases, and a part of the shards."""

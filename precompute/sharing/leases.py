@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ MAY_NOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS)
 POLL_SECONDS = 0.2  # between two checks of other processes
 # Without a commit, until other processes count as stuck and their shards are encoded here; far more than a shard takes.
 PATIENCE_SECONDS = 7200.0
+ALL_SHARDS = slice(0, None, 1)
 
 
 class Lease:
@@ -147,6 +149,18 @@ class Leases:
             LOG.info("shard %d of '%s' is left to the process that holds its lease", shard, part)
         self._writer.is_shared |= not is_taken
         return is_taken or not self._patient
+
+
+def part_of(text: str) -> slice:
+    """The shards of one of several independent processes, as of a Slurm array: "I/N" is every N-th from the I-th on.
+
+    Raises: ValueError: malformed, or I is not from 1 to N.
+    """
+    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+    number, count = map(int, match.groups()) if match else (0, 0)
+    if not 1 <= number <= count:
+        raise ValueError(f"'{text}': expected I/N with I from 1 to N, such as 3/8.")
+    return slice(number - 1, None, count)
 
 
 @contextlib.contextmanager

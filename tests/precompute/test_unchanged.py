@@ -28,12 +28,12 @@ from leandit.datasets.errors import DamageError
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.encoders.model_files import local_folder
-from leandit.precompute.unchanged import Unchanged, unchanged
+from leandit.precompute.unchanged import unchanged
 from leandit.tools.terminal.outcome import change_rows
 
 
 def is_done(recipe: PrecomputeRecipe, source: Path, store: Path) -> bool:
-    return isinstance(unchanged(recipe, str(source.resolve()), store, device="auto"), Unchanged)
+    return unchanged(recipe, str(source.resolve()), store, device="auto")[0] is not None
 
 
 def flip_weights(path: Path) -> None:

@@ -31,7 +31,7 @@ from leandit.precompute.encoders.loading import Encoders, load_encoders
 from leandit.precompute.pipeline import Report, precompute
 from leandit.precompute.planning.compare import Options
 from leandit.precompute.run.clock import Progress
-from leandit.precompute.sharing.part import Part
+from leandit.precompute.sharing.leases import ALL_SHARDS
 from leandit.precompute.sources.files.record import SourceRecord
 from leandit.precompute.sources.several import SourcePaths
 from leandit.precompute.sources.source import Source
@@ -139,7 +139,7 @@ def encode(
     source: SourcePaths,
     store: Path,
     *,
-    part: Part | None = None,
+    part: slice = ALL_SHARDS,
     progress: Progress = no_progress,
     **options: bool,
 ) -> Report:

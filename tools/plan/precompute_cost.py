@@ -29,10 +29,11 @@ from ...precompute.config import PrecomputeRecipe
 from ...precompute.encoders.loading import Encoders
 from ...precompute.images.decoders import Decoders
 from ...precompute.pipeline import Stage1
-from ...precompute.planning.compare import Comparison
+from ...precompute.planning.compare import Comparison, Options
 from ...precompute.planning.images import num_threads
 from ...precompute.run.bottleneck import DECODE, ENCODE, READ, TEXT
 from ...precompute.run.tasks import Runner
+from ...precompute.sharing.leases import ALL_SHARDS
 from ...precompute.sources.files.record import SourceRecord
 from ...precompute.sources.listing.listing import record_batches, spool
 from ...precompute.sources.source import Source
@@ -169,7 +170,7 @@ def run_probe(
     with tempfile.TemporaryDirectory(prefix="leandit-probe-") as folder, Decoders(num_threads()) as decoders:
         for name in ("first", "second"):
             runner, root = Runner(encoders, decoders, listed), Path(folder) / name
-            stage = Stage1(root, settings, "", runner, lambda *_: None, listed=listed)
+            stage = Stage1(root, settings, "", runner, lambda *_: None, lambda _: None, ALL_SHARDS, Options(), listed)
             of_probe = stage.next_plan(0)
             assert of_probe, "a new store has a plan"
             start = time.perf_counter()

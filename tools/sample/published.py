@@ -19,7 +19,7 @@ from ...precompute import config as precompute_config
 from ...precompute.config import PrecomputeRecipe
 from ...precompute.encoders.describe import describe_store
 from ...precompute.encoders.loading import load_encoders
-from ...precompute.encoders.text.encoder import CaptionEncoder, EncodedCaption
+from ...precompute.encoders.text.encoder import CaptionEncoder, EncodedCaptions
 from ...train import config as train_config
 from ...train.models.build import build_model
 from ...train.models.conditioning import Conditioner
@@ -101,7 +101,7 @@ def _encoder_recipe(request: SampleRequest) -> PrecomputeRecipe:
     return encoders.model_copy(update=changes)
 
 
-def encoded_null(encoder: CaptionEncoder) -> EncodedCaption:
+def encoded_null(encoder: CaptionEncoder) -> EncodedCaptions:
     """Tokens and pooled vector of the empty caption; the encoder is not used again."""
     null = encoder.encode_null().row(0)
     encoder.release()

@@ -22,7 +22,7 @@ from ...datasets.revisions.local import vae_of
 from ...datasets.store import LatentStore
 from ...precompute.config import TextSection
 from ...precompute.encoders.model_files import nothing_fetched
-from ...precompute.encoders.text.encoder import CaptionEncoder, EncodedCaption
+from ...precompute.encoders.text.encoder import CaptionEncoder, EncodedCaptions
 from ...precompute.encoders.text.tokenizer import CaptionTokenizer
 from ...train.models.conditioning import Conditioning
 from ...train.sampling.edits import EditRecords
@@ -31,7 +31,7 @@ from ...train.weights.folders import RUN
 from .request import SampleRequest, find_labels
 
 CHOICE = 1  # third key of the draw of a subject; the noise has seed and number only
-Embedded = dict[str, EncodedCaption]  # of one caption, by name of the text encoder
+Embedded = dict[str, EncodedCaptions]  # of one caption, by name of the text encoder
 
 
 class Subjects:
@@ -214,7 +214,7 @@ class Captions:
             texts[name] = PackedCaptions.of(rows, pooled).to(self._device)
         return self._snapshot.conditioner(None, texts)
 
-    def _encode(self, name: str, captions: list[str]) -> list[EncodedCaption]:
+    def _encode(self, name: str, captions: list[str]) -> list[EncodedCaptions]:
         made, what = self._encoders[name], f"text encoder '{name}'" if name else "text encoder"
         other = {"model": self._text, "subfolder": "", "tokenizer_subfolder": "", "revision": ""} if self._text else {}
         section = TextSection.model_validate(made["model"] | other)
@@ -234,9 +234,9 @@ class Captions:
         return encoded
 
 
-def _stored_caption(store: LatentStore, name: str, row: int) -> EncodedCaption:
+def _stored_caption(store: LatentStore, name: str, row: int) -> EncodedCaptions:
     text = store.text(name)
-    return EncodedCaption(
+    return EncodedCaptions(
         tokens=np.array(text[row], np.float32) if text.spec.has_tokens else None,
         pooled=np.array(text.pooled_vector(row), np.float32) if text.spec.pooled_width else None,
     )

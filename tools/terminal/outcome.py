@@ -24,8 +24,7 @@ if TYPE_CHECKING:  # they load torch, or take half of a second
     from ...precompute.importing.pipeline import ImportReport
     from ...precompute.pipeline import Report
     from ...precompute.planning.compare import Comparison
-    from ...precompute.sources.files.ignored import Ignored
-    from ...precompute.unchanged import Unchanged
+    from ...precompute.sources.source import Source
 
 Command = list[object]  # words after "leandit"; placeholders in capitals are for the user to fill in
 
@@ -38,7 +37,7 @@ def precompute_rows(report: Report, store: Path) -> Rows:
         left = f"{store}: not complete; {report.num_left} shards are left to other parts"
         rows, nothing = [("store", left)], "nothing to encode, this part is complete"
     else:
-        source = _source_rows(report.classes, report.ignored) + (change_rows(report.changes) if report.changes else [])
+        source = _source_rows(report.source) + (change_rows(report.changes) if report.changes else [])
         has_other_work = report.tokens.num_captions or report.changes or report.seconds.get(DECODE)
         rows = _store_rows(report.manifest, store, source)
         nothing = "no image was encoded" if has_other_work or not report.manifest.num_stored else NOTHING_TO_DO
@@ -48,7 +47,7 @@ def precompute_rows(report: Report, store: Path) -> Rows:
     if not report.num_encoded:
         return [*rows, ("this run", nothing)]
     rows.append(("this run", _rate(report.num_encoded, "image", report.total_seconds)))
-    if before := before_stages(report.seconds, report.workers):
+    if before := before_stages(report.seconds):
         rows.append(("startup", f"{before}; the stages overlap"))
     if not report.seconds.get(ENCODE):  # every image was rejected
         return rows
@@ -56,14 +55,13 @@ def precompute_rows(report: Report, store: Path) -> Rows:
     for time in report.times:
         rate = f"{time.images_per_second:,.1f}" if time.images_per_second else "-"
         rows.append(("", f"{time.name:<8}{readable_time(time.seconds):>13}{time.threads:>9}{rate:>10}"))
-    tip = advice(report.times, on_cpu=report.workers.device == "cpu", codec=report.codec)
+    tip = advice(report.times, on_cpu=report.device == "cpu", codec=report.codec)
     return [*rows, ("bound by", f"{bound_by(report.times)}: {tip}")]
 
 
-def unchanged_rows(found: Unchanged, store: Path) -> Rows:
+def unchanged_rows(manifest: Manifest, source: Source | None, store: Path) -> Rows:
     """Results of a precompute that had nothing to do."""
-    rows = _store_rows(found.manifest, store, _source_rows(found.classes, found.ignored))
-    return [*rows, ("this run", NOTHING_TO_DO)]
+    return [*_store_rows(manifest, store, _source_rows(source)), ("this run", NOTHING_TO_DO)]
 
 
 def import_rows(report: ImportReport, store: Path) -> Rows:
@@ -111,10 +109,12 @@ def _store_rows(manifest: Manifest, store: Path, source: Rows) -> Rows:
     return [*rows, ("root hash", manifest.root_hash)]
 
 
-def _source_rows(classes: ClassNames, ignored: Ignored) -> Rows:
-    """The classes of the source, and its ignored files."""
-    rows = [("classes", classes.summary())] if len(classes) else []
-    return rows + [("ignored", line) for line in ignored.lines()]
+def _source_rows(source: Source | None) -> Rows:
+    """The classes of the source, and its ignored files; none if another process has listed it."""
+    if source is None:
+        return []
+    rows = [("classes", ClassNames(source.classes, source.class_names).summary())] if source.classes else []
+    return rows + [("ignored", line) for line in source.ignored.lines()]
 
 
 def _rate(count: int, noun: str, seconds: float) -> str:

@@ -48,23 +48,15 @@ class TokenCount(NamedTuple):
         return cls(*map(sum, zip(*counts, strict=True)))
 
 
-class EncodedCaption(NamedTuple):
-    """Embeddings of one caption; None for what the recipe's ``output`` leaves out."""
-
-    tokens: np.ndarray | None  # (L, D) float32
-    pooled: np.ndarray | None  # (P,) float32
-
-
 class EncodedCaptions(NamedTuple):
-    """Embeddings of captions; None for what the recipe's ``text.output`` leaves out."""
+    """Embeddings of captions, or of one without the dimension B; None for what ``text.output`` leaves out."""
 
     tokens: np.ndarray | None  # (B, L, D) float32
     pooled: np.ndarray | None  # (B, P) float32
 
-    def row(self, i: int) -> EncodedCaption:
+    def row(self, i: int) -> EncodedCaptions:
         """One of the captions."""
-        tokens, pooled = (None if rows is None else rows[i] for rows in self)
-        return EncodedCaption(tokens, pooled)
+        return EncodedCaptions(*(None if rows is None else rows[i] for rows in self))
 
     @property
     def is_finite(self) -> np.ndarray:

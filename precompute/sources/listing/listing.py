@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, pairwise
 from operator import attrgetter
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -45,7 +45,7 @@ SCHEMA = pa.schema(
 OWN = [name for name in SCHEMA.names if name not in ("reason", "detail")]
 
 
-class Listing(Sequence[SourceRecord]):
+class Listing:
     """Records of a source in order, created on access.
 
     Args:
@@ -64,13 +64,7 @@ class Listing(Sequence[SourceRecord]):
         for batch in self._batches:
             yield from _records(batch)
 
-    @overload
-    def __getitem__(self, index: int) -> SourceRecord: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[SourceRecord]: ...
-    def __getitem__(self, index: int | slice) -> SourceRecord | list[SourceRecord]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._length))]
+    def __getitem__(self, index: int) -> SourceRecord:
         if not -self._length <= index < self._length:
             raise IndexError(f"record {index} of {self._length}")
         number, row = divmod(index % self._length, self._batch_rows)

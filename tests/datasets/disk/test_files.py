@@ -87,7 +87,7 @@ def test_a_file_that_is_too_large_is_not_told_to_free_space(tmp_path: Path) -> N
         with pytest.raises(ResourceError, match=r"File too large.*'ulimit -f'.*file system.*Raise the limit") as caught:
             write_atomic(tmp_path / "file", bytes(1 << 17))
         with pytest.raises(ResourceError, match=r"File too large.*Raise 'ulimit -f', or set TMPDIR to another folder"):
-            map_array(1 << 17, "uint8", "a table")
+            map_array(1 << 24, "uint8", "a table")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "space" not in str(caught.value)

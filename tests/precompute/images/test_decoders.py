@@ -94,7 +94,7 @@ def test_a_child_that_dies_costs_one_image(
         found = rejected(lambda: shared.size(path, 0, 1) if stage == "scan" else decode(shared, path))
         assert (found.stage, found.reason) == (stage, reason)
         assert detail in found.detail
-    assert (decode(shared, photo).height_px, decode(shared, photo).width_px) == (60, 40)
+    assert decode(shared, photo).size == (60, 40)
 
 
 def test_an_image_whose_child_was_killed_from_outside_is_not_rejected(tmp_path: Path, photo: Path) -> None:
@@ -115,7 +115,7 @@ def test_an_idle_child_leaves_stop_requests_to_its_parent_and_is_replaced_if_it_
         (child,) = children() - processes
         os.kill(child, number)
         assert gone_within(child, 240 if number == signal.SIGKILL else 0.1) == (number == signal.SIGKILL)
-        assert decode(decoders, photo).height_px == 60
+        assert decode(decoders, photo).size[0] == 60
         assert (children() - processes == {child}) == (number != signal.SIGKILL)
 
 
@@ -148,13 +148,13 @@ def test_a_child_that_does_not_end_costs_one_image_and_its_time(tmp_path: Path, 
         found = rejected(lambda: decode(decoders, path))
         assert (found.stage, found.reason, found.detail) == ("decode", "decoder_timeout", "no answer in 2 s")
         assert first not in children()
-        assert decode(decoders, photo).height_px == 60
+        assert decode(decoders, photo).size[0] == 60
 
 
 def test_a_mistake_in_the_code_is_no_reject(shared: Decoders, tmp_path: Path, photo: Path) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)mistake.*Traceback.*NameError.*undefined_name"):
         decode(shared, named(tmp_path, "name error"))
-    assert decode(shared, photo).height_px == 60
+    assert decode(shared, photo).size[0] == 60
 
 
 def test_what_is_no_regular_file_never_blocks(shared: Decoders, tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_too_few_free_files_are_an_error_of_resources(photo: Path) -> None:
     with Decoders(1) as decoders:
         with no_free_files(), pytest.raises(ResourceError, match="Too many open files"):
             decoders.size(photo, 0, 9)
-        assert decode(decoders, photo).height_px == 60
+        assert decode(decoders, photo).size[0] == 60
 
 
 def test_a_child_that_cannot_start_is_an_error_of_resources(photo: Path) -> None:
@@ -276,7 +276,7 @@ def test_a_disk_that_fails_for_a_moment_costs_nothing_and_for_longer_is_no_rejec
     path.write_bytes(encoded(noise(40, 60), "PNG"))
     place = ImagePlace(path, 0, path.stat().st_size)
     (tmp_path / "broken").write_text("3")
-    assert decode(shared, path).height_px == 40
+    assert decode(shared, path).size[0] == 40
     (tmp_path / "broken").write_text("1")
     assert shared.sizes([place, place]) == [(40, 60)] * 2
     (tmp_path / "broken").write_text("100")
@@ -296,7 +296,7 @@ def test_a_network_folder_that_stalls_is_no_reject(tmp_path: Path) -> None:
             decode(decoders, path)
         waiter = threading.Timer(0.5, (tmp_path / "stalls").unlink)
         waiter.start()
-        assert decode(decoders, path).height_px == 40
+        assert decode(decoders, path).size[0] == 40
         waiter.join()
 
 

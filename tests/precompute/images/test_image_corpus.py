@@ -260,7 +260,7 @@ def test_an_odd_image_is_exactly_right_or_rejected(name: str, decoders: Decoders
     height_px, width_px = expected.shape[:2]
     assert size == (height_px, width_px)
     found = decoders.decode(path, 0, len(data), bucket=(height_px, width_px), crop="bucket")
-    assert (found.height_px, found.width_px) == (height_px, width_px)
+    assert found.size == (height_px, width_px)
     worst = np.abs(found.pixels.astype(int) - expected).max()
     assert worst <= case.within, found.pixels.tolist()
 
@@ -290,7 +290,7 @@ def test_damaged_images_are_decoded_or_rejected(count: int, seed: int, decoders:
             else:
                 outcomes.add("decoded")
                 assert image.pixels.shape == (16, 24, 3)
-                assert size == (image.height_px, image.width_px)
+                assert size == image.size
             offset += len(mutant)
         assert outcomes <= {"decoded", *REJECT_REASONS} - {"decoder_crash", "decoder_timeout"}
         assert len(outcomes) > 1, f"{kind}: the mutants are all {outcomes}"  # else they test nothing

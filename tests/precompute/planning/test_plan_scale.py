@@ -88,7 +88,7 @@ def planned(source: Source, tokenizer: Any, known: pa.Table | None = None) -> tu
         images = image_plan.plan_images(source, source.records, RECIPE, decoders, limits)
     counts = [caption_plan.CaptionCounts("", tokenizer, MAX_TOKENS)]
     texts = record_plan.planned_texts(comparison, images)
-    captions, ids = caption_plan.plan_captions(texts, counts, revision=2, known=known)
+    captions, ids = caption_plan.plan_captions(texts, counts, num_records=len(source.records), revision=2, known=known)
     return record_plan.plan_records(comparison, images, ids, revision=2), captions
 
 

@@ -9,10 +9,8 @@ import pytest
 from making import caption_recipe, encode
 
 from leandit.precompute.run import bottleneck
-from leandit.precompute.run.bottleneck import Workers, advice, bound_by, stage_times
+from leandit.precompute.run.bottleneck import advice, bound_by, stage_times
 from leandit.tools.terminal.outcome import NOTHING_TO_DO, precompute_rows
-
-WORKERS = Workers("cpu", 1, 4)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +25,7 @@ WORKERS = Workers("cpu", 1, 4)
 )
 def test_the_stage_that_is_busy_longest_bounds_the_run(seconds: dict[str, float], bound: str, words: list[str]) -> None:
     every = {"read": 1, "decode": 40, "encode": 20, "write": 1, "plan": 500.0, "wait_decode": 100.0} | seconds
-    times = stage_times(every, 1000, WORKERS)
+    times = stage_times(every, 1000, 4)
     assert bound_by(times) == bound
     for on_cpu in (True, False):
         said = advice(times, on_cpu=on_cpu, codec="zstd")
@@ -43,7 +41,7 @@ def test_a_run_tells_what_bounds_it_and_one_without_images_does_not_say_that_all
     report = encode(caption_recipe(), source, store)
     times = {time.name: time for time in report.times}
     assert list(times) == ["read", "decode", "text", "encode", "write"]
-    assert times["decode"].threads == report.workers.num_decoders
+    assert times["decode"].threads == report.num_decoders
     rows = precompute_rows(report, store)
     assert [row[1].split()[0] for row in rows if not row[0]] == list(times)
     assert [words in dict(rows)["startup"] for words in ("s loading the encoders", "s planning", "overlap")] == [

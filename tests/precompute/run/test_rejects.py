@@ -21,7 +21,7 @@ from making import (
 
 from leandit.datasets.errors import SourceError
 from leandit.datasets.format.schema import Manifest
-from leandit.precompute.sharing.part import Part
+from leandit.precompute.sharing.leases import ALL_SHARDS, part_of
 
 pytestmark = pytest.mark.usefixtures("quick")
 Run = Callable[..., Manifest | None]
@@ -39,16 +39,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         path.write_bytes(path.read_bytes()[:-200])
     write_metadata(root, rows)
 
-    def precomputed(*overrides: str, part: Part | None = None) -> Manifest | None:
+    def precomputed(*overrides: str, part: slice = ALL_SHARDS) -> Manifest | None:
         return encode(caption_recipe(*overrides), root, tmp_path / "store", part=part).manifest
 
     return precomputed
 
 
 def test_rejects_of_all_parts_count_together(run: Run, tmp_path: Path) -> None:
-    assert run("source.max_reject_share=0.4", part=Part(1, 2)) is None  # ten are allowed
+    assert run("source.max_reject_share=0.4", part=part_of("1/2")) is None  # ten are allowed
     with pytest.raises(SourceError, match=r"1[12] of 25 records"):
-        run("source.max_reject_share=0.4", part=Part(2, 2))
+        run("source.max_reject_share=0.4", part=part_of("2/2"))
     assert not (tmp_path / "store/revisions/000001/manifest.json").exists()
 
 

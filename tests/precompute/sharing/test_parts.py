@@ -38,8 +38,7 @@ from leandit.precompute.run import tasks as run_tasks
 from leandit.precompute.run.shards import Shard
 from leandit.precompute.run.tasks import commit_shard
 from leandit.precompute.sharing import leases
-from leandit.precompute.sharing.leases import Lease, Leases
-from leandit.precompute.sharing.part import part_of
+from leandit.precompute.sharing.leases import ALL_SHARDS, Lease, Leases, part_of
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +55,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(source: Path, store: Path, part: str = "") -> Report:
-    return encode(caption_recipe(), source, store, part=part_of(part) if part else None)
+    return encode(caption_recipe(), source, store, part=part_of(part) if part else ALL_SHARDS)
 
 
 @pytest.mark.parametrize("order", [(1, 2, 3), (3, 1, 2)])

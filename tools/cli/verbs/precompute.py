@@ -28,7 +28,7 @@ def parse_part(text: str) -> Any:
 
     Raises: BadParameter: malformed, or no such part.
     """
-    from ....precompute.sharing.part import part_of
+    from ....precompute.sharing.leases import part_of
 
     try:
         return part_of(text)
@@ -66,7 +66,7 @@ def precompute(
     """
     from ....precompute.config import load
     from ....precompute.planning.compare import Options
-    from ....precompute.unchanged import Unchanged, unchanged
+    from ....precompute.unchanged import unchanged
     from ...terminal.progress import ProgressLine
 
     loaded = load(recipe, overrides or [])
@@ -82,11 +82,11 @@ def precompute(
     assert store
     check_encoders(loaded)
     is_plain = options == Options() and not part and engine == "local"
-    listed = unchanged(loaded, source, store, device=device) if is_plain else None
-    if isinstance(listed, Unchanged):
+    manifest, listed = unchanged(loaded, source, store, device=device) if is_plain else (None, None)
+    if manifest and listed:
         for note in listed.notes:
-            print_line(note)
-        print_rows(unchanged_rows(listed, store))
+            print_line(f"source '{listed.name}': {note}")
+        print_rows(unchanged_rows(manifest, listed, store))
         print_next(*after_store(store, recipe))
         return
     devices = [device] if engine == "ray" else [str(one) for one in torch_devices(device)]
@@ -95,8 +95,9 @@ def precompute(
         _run_on_devices(words, store, devices, address if engine == "ray" else "", retry_rejected, context.obj.check)
     else:
         from ....precompute.pipeline import precompute as encode
+        from ....precompute.sharing.leases import ALL_SHARDS
 
-        shares: Any = part  # parsed
+        shards: Any = part or ALL_SHARDS  # parsed
         with ProgressLine(check=context.obj.check) as progress:
             report = encode(
                 loaded,
@@ -105,7 +106,7 @@ def precompute(
                 device=torch_devices(device)[0],
                 progress=progress,
                 options=options,
-                part=shares,
+                part=shards,
                 listed=listed,
                 say=print_line,
             )
@@ -130,7 +131,7 @@ def _words(
         words += ["--source", os.path.abspath(path) if is_on_cluster and "://" not in path else path]
     for override in overrides:
         words += ["--set", override]
-    words += ["--part", f"{part.number}/{part.count}"] if part else []
+    words += ["--part", f"{part.start + 1}/{part.step}"] if part else []
     return words + ["--drop-gone"] * drop_gone
 
 
