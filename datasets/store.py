@@ -126,7 +126,7 @@ class LatentStore(OpenedRevision):
 
     @cached_property
     def _plan_counts(self) -> dict[str, int]:
-        """Of an incomplete revision."""
+        """Stored records per bucket of an incomplete revision, from its commit records."""
         counts = dict.fromkeys(self._plan.new_rows, 0)
         for batch in self.record_batches(("bucket", "status")):
             stored = batch["bucket"].filter(pc.equal(batch["status"], "stored"))

@@ -331,7 +331,7 @@ class PrecomputeRecipe(Section):
 
     @model_serializer(mode="wrap")
     def _write_as_the_file(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """As the file has them: the text encoder "" as [text], and no empty tables."""
+        """Write a recipe as its file has it: the text encoder "" as [text], and no empty tables."""
         values = serialise(self)
         values["text"] = values["text"].pop("", {} if self.text else TextSection().model_dump()) | values["text"]
         return {key: value for key, value in values.items() if value or key not in ("features", "companions")}

@@ -28,8 +28,7 @@ from ..datasets.revisions.plan import FrozenPlan
 from ..datasets.revisions.writer import StoreWriter
 from ..datasets.units import plural
 from .config import PrecomputeRecipe
-from .encoders.describe import describe_store
-from .encoders.loading import load_encoders
+from .encoders.loading import describe_store, load_encoders
 from .encoders.text.encoder import TokenCount
 from .images.decoders import Decoders
 from .planning.compare import Comparison, Options

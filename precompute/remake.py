@@ -218,7 +218,7 @@ def _sampled(part: Part, number: int, records: Iterable[dict[str, Any]], caption
 def _compared_record(
     store: LatentStore, plan: FrozenPlan, shard: Shard, row: int, record: Mapping[str, Any]
 ) -> Iterator[Finding | bool]:
-    """Of each group of a record: it is exact (True) or close (False), or what differs."""
+    """Compare each group of a record with the store: exact (True), close (False), or a finding with what differs."""
     part, item = shard.part, row - shard.part.arrays[0].rows_of(shard.number).start
     of_shard = Finding("", "not_reproduced", "", plan.revision, part.bucket, shard.number, 1, [record["key"]])
     first = replace(of_shard, path=part.arrays[0].shard_path(shard.number))
@@ -246,7 +246,7 @@ def _compared_record(
 def _compared_caption(
     store: LatentStore, plan: FrozenPlan, shard: Shard, caption: int, number: int
 ) -> Iterator[Finding | bool]:
-    """As ``_compared_record``, of a caption of a part, counted from its first; ``number`` is its id."""
+    """Compare a caption, counted from the first of its part, as ``_compared_record`` does; ``number`` is its id."""
     layout = shard.part.captions
     assert layout is not None, "a part of captions"
     stored, encoded = store.text(layout.name).stored_rows(number), []

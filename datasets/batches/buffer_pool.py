@@ -6,6 +6,7 @@ torch's: its allocator reuses a block only after the asynchronous copies from it
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import threading
@@ -58,7 +59,7 @@ class BufferPool:
             return buffer[:num_bytes].view(dtype).reshape(shape)
 
     def __reduce__(self) -> tuple:
-        return _new_pool, (self._pin,)  # buffers are not shared between processes
+        return functools.partial(BufferPool, pin=self._pin), ()  # buffers are not shared between processes
 
 
 def _allocate(num_bytes: int) -> np.ndarray:
@@ -73,7 +74,3 @@ def _references(buffer: np.ndarray) -> int:
 
 
 UNUSED = _references(_allocate(0))  # of a buffer that is not lent
-
-
-def _new_pool(pin: bool) -> BufferPool:
-    return BufferPool(pin=pin)

@@ -60,7 +60,7 @@ class Captions:
 
     @property
     def device(self) -> torch.device:
-        """Of its tensors."""
+        """The device of its tensors."""
         return self.tokens.device
 
     @property

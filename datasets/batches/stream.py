@@ -6,6 +6,7 @@ Which records a batch holds comes from its order (``batch_plan.py``), their cont
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -160,7 +161,7 @@ class BatchStream(IterableDataset):
 
     def __reduce__(self) -> tuple[Any, ...]:
         position = {"number": self.number, "wait_seconds": self.wait_seconds}
-        return _reopen, (self.reader, self._prefetch, self._device), position
+        return functools.partial(BatchStream, self.reader, prefetch=self._prefetch, device=self._device), (), position
 
     def state_dict(self) -> dict[str, Any]:
         """Position of the stream, and everything that must be the same on resume."""
@@ -199,10 +200,6 @@ class BatchStream(IterableDataset):
             _check_unchanged(state, current, ("root_hashes", "order", "caption_odds"))
             number = _count(state, "number")
         self.number, self._num_loads = number, self._num_loads + 1
-
-
-def _reopen(reader: BatchReader, prefetch: int, device: torch.device | None) -> BatchStream:
-    return BatchStream(reader, prefetch=prefetch, device=device)
 
 
 def _check_unchanged(state: dict[str, Any], current: dict[str, Any], names: Sequence[str], prefix: str = "") -> None:

@@ -197,7 +197,7 @@ class TextSpec(_Sparse):
 
     @property
     def pooled_dtype(self) -> str:
-        """Of the pooled vectors: that of the tokens, but never int8."""
+        """Dtype of the pooled vectors: that of the tokens, but never int8."""
         return "float16" if self.dtype == "int8" else self.dtype
 
 

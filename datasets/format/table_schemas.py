@@ -126,7 +126,7 @@ def records_schema(spec: StoreSpec) -> pa.Schema:
 
 
 def plan_schema(spec: StoreSpec) -> pa.Schema:
-    """As ``records_schema``, with PLAN_SCHEMA; also ``source_path_NAME`` and the other PLACES of each image."""
+    """Columns of the records table of a plan: those of ``records_schema``, and the PLACES of each image."""
     return _with_groups(PLAN_SCHEMA, spec, (*COMPANION_RESULTS, *PLACES))
 
 
@@ -147,7 +147,7 @@ def captions_schema(spec: StoreSpec) -> pa.Schema:
 
 
 def captions_schema_of(further: Iterable[str]) -> pa.Schema:
-    """As ``captions_schema``, from the suffixes of all text encoders but the first."""
+    """``captions_schema`` from the suffixes of all text encoders but the first."""
     return _with_columns(CAPTIONS_SCHEMA, (*CAPTION_COUNTS, CAPTION_START, *CAPTION_RESULTS), further)
 
 

@@ -120,7 +120,7 @@ def read_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[p
 
 
 def batches_of_parquet(content: memoryview | bytes, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """As ``read_batches``, of the bytes of a table that this process has just made."""
+    """Read columns of a table that this process has just made, from its bytes, in batches of BATCH_ROWS."""
     few = [name for name in ("bucket", "status") if name in columns]  # distinct texts
     parquet = pq.ParquetFile(pa.BufferReader(pa.py_buffer(content)), read_dictionary=few)
     yield from parquet.iter_batches(BATCH_ROWS, columns=list(columns), use_threads=False)

@@ -153,7 +153,7 @@ class Locator:
         return pa.table({"key": stored["key"], "checksum": checksums, "row": first, "count": ones, "pooled": first})
 
     def _captions(self, revision: int, layout: ArrayLayout, shard: int) -> pa.Table:
-        """As ``_records``, of the captions in a shard, by their text; empty for the null caption."""
+        """Text, checksum, first row and number of rows in the shard, of its captions; empty for the null caption."""
         captions, (_, *inside, name) = self._table(revision, CAPTIONS), layout.path.split("/")
         if name not in (EMBEDDINGS, SCALES, POOLED) or not captions.num_columns:
             return pa.table({})

@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import ValidationError
 
@@ -85,8 +85,12 @@ def read_hashed(root: Path, name: str, kind: type[File], remedy: str) -> File:
         content = read_json(root / name)
     except DamageError as error:
         raise DamageError(f"{where} is not JSON. {remedy}") from error
-    if "format_version" in kind.model_fields and isinstance(content, dict):
-        check_version(root, content)
+    version = content.get("format_version") if isinstance(content, dict) else FORMAT_VERSION
+    if "format_version" in kind.model_fields and version != FORMAT_VERSION:
+        raise FormatVersionError(
+            f"store '{root}': format version {version}, this release reads {FORMAT_VERSION}. "
+            "Use the release that wrote it, or precompute again."
+        )
     try:
         file = kind.model_validate(content)
     except ValidationError as error:
@@ -96,15 +100,6 @@ def read_hashed(root: Path, name: str, kind: type[File], remedy: str) -> File:
     if getattr(file, kind.HASH) != getattr(file.with_hash(), kind.HASH):
         raise DamageError(f"{where} does not match its own {kind.HASH.replace('_', ' ')}. {remedy}")
     return file
-
-
-def check_version(root: Path, content: dict[str, Any]) -> None:
-    """Raise FormatVersionError if a file is of another format version."""
-    if (version := content.get("format_version")) != FORMAT_VERSION:
-        raise FormatVersionError(
-            f"store '{root}': format version {version}, this release reads {FORMAT_VERSION}. "
-            "Use the release that wrote it, or precompute again."
-        )
 
 
 def intact_copies(read: Callable[..., File], root: Path, revision: int) -> list[File]:

@@ -117,7 +117,7 @@ class OpenedRevision:
                 yield from (group.select(columns) if columns else group).to_batches()
 
     def table(self, name: str, columns: Sequence[str] | None) -> pa.Table:
-        """As ``batches``, all rows at once."""
+        """Read a table as ``batches`` does, all rows at once."""
         batches = list(self.batches(name, columns))
         return pa.Table.from_batches(batches, batches[0].schema if batches else self._schema(name, columns))
 

@@ -106,7 +106,7 @@ class FrozenPlan:
 
     @cached_property
     def _positions(self) -> dict[str, np.ndarray]:
-        """Of each bucket that the revision writes to, mapped."""
+        """``positions_of`` for each bucket that the revision writes to."""
         ends = {part.bucket: part.arrays[0].shape[0] for part in self.layout.parts.values() if part.bucket}
         borders = np.cumsum([0, *ends.values()], dtype=np.int64)
         positions = map_array(int(borders[-1]), "int64", "the rows of the plan")

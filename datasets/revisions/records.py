@@ -177,7 +177,7 @@ def build_index(
 def _build_records(
     spec: StoreSpec, layouts: Mapping[str, ArrayLayout], num_records: int, read: ReadTable
 ) -> dict[str, np.ndarray]:
-    """Those of the records: stored ones by bucket, then by row; keys and checksums as the table has them."""
+    """The arrays of the records: stored ones by bucket, then by row; keys and checksums in the order of the table."""
     counts = {bucket: np.zeros(2, np.int64) for bucket in buckets_of(layouts)}  # records, captions
     for batch in read(RECORDS, ("bucket", "status", "caption_ids")):
         num_captions = _num_captions(batch)

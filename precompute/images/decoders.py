@@ -147,7 +147,7 @@ class Decoders:
         return answer["size"] and tuple(answer["size"])
 
     def sizes(self, places: Sequence[ImagePlace]) -> list[tuple[int, int] | RecordRejected]:
-        """As ``size`` for many files in one message, which is much faster; rejects are returned, not raised.
+        """Sizes of the images in many files with one message, which is much faster; rejects are returned, not raised.
 
         If a child crashes or hangs, each image is tried alone, so that only the culprit is rejected.
 
@@ -201,7 +201,7 @@ class Decoders:
     def _try(
         self, job: dict[str, Any], data: bytes | None, path: str, patience: tuple[int, ...]
     ) -> tuple[dict[str, Any], np.ndarray | None]:
-        """As ``_ask``; raises OSError at a fault."""
+        """Ask a child, and after a crash or time-out another one; raises OSError at a fault."""
         if os.getpid() != self._owner:
             raise RuntimeError(f"decoders of process {self._owner} used in process {os.getpid()}; make new ones there")
         child = self._idle.get()

@@ -146,7 +146,7 @@ def _rejects(stage: str) -> Iterator[None]:
 def crop_geometry(
     height_px: int, width_px: int, bucket: tuple[int, int], crop: str, variant: Variant | None = None
 ) -> tuple[list[tuple[int, int]], int, int]:
-    """As ``centre_crop``, or of a variant.
+    """Sizes and corner of the planned crop, as ``centre_crop`` returns them, or of a variant.
 
     Source of variants: the random crop of the published data loader of Dhariwal and Nichol 2021, which resizes the
     image to a random size that is at least the crop's, and crops anywhere.

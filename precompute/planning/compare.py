@@ -25,8 +25,7 @@ from ...datasets.revisions.plan import FrozenPlan
 from ..config import PrecomputeRecipe
 from ..sources.files.record import NO_CAPTION
 from ..sources.listing.duck import database, identifier, literal, numbered
-from ..sources.listing.listing import PLACES_SQL, SCHEMA, Listing, spool
-from ..sources.listing.places import listed_places, place_fields
+from ..sources.listing.listing import PLACES_SQL, SCHEMA, Listing, listed_places, place_fields, spool
 from ..sources.source import Source
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them

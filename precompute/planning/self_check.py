@@ -148,7 +148,7 @@ def _measure(trips: list[RoundTrip]) -> SelfCheck:
 
 
 def _psnr_db(trip: RoundTrip, gain: float = 1.0, offset: float = 0.0) -> float:
-    """Of 8-bit pixels, the decoded ones times ``gain`` plus ``offset``."""
+    """PSNR of an image of 8-bit pixels; the decoded ones are taken times ``gain`` plus ``offset``."""
     error = np.mean((trip.after * gain + offset - trip.before.astype(np.float64)) ** 2)
     return float(min(MAX_PSNR_DB, 10 * np.log10(255**2 / max(error, 1e-10))))
 

@@ -61,8 +61,8 @@ class ImageReader:
     def decode_planned(
         self, place: Place, size: tuple[int | None, int | None], bucket: tuple[int, int], **how: Any
     ) -> Decoded | RecordRejected:
-        """As ``decode``, of a record's own image, which must have the height and width in pixels that were planned, if
-        any were."""
+        """Decode a record's own image; reject it if its height and width in pixels differ from those planned, if any
+        were."""
         decoded = self.decode(place, bucket, **how)
         if isinstance(decoded, RecordRejected) or size in ((None, None), decoded.size):
             return decoded

@@ -29,7 +29,7 @@ from ..encoders.loading import Encoders
 from ..encoders.text.encoder import CaptionEncoder, TokenCount
 from ..images.decoders import Decoders
 from ..sharing.leases import Leases, seal_alone
-from ..sources.listing.places import with_places
+from ..sources.listing.listing import with_places
 from ..sources.source import OpenedSource, Source
 from .clock import Progress, StageClock
 from .columns import image_columns
@@ -257,7 +257,7 @@ class Lane:
             yield self._pending.popleft().result()
 
     def wait(self, most_pending: int = 0) -> None:
-        """As ``results``, which are dropped."""
+        """Wait until at most some calls are pending, and drop their results."""
         for _ in self.results(most_pending):
             pass
 

@@ -7,8 +7,8 @@ from ..config import SourceSection
 from .files.files import SourceFiles
 from .files.folders import has_sidecars
 from .files.record import is_image
-from .files.splits import folder_of_split
-from .tables.embedded import holds_images, is_saved_dataset, is_saved_dict, parquet_names, saved_split
+from .files.splits import folder_of_split, shard_names
+from .tables.embedded import holds_images, is_saved_dataset, is_saved_dict, saved_split
 from .tables.tables import METADATA, find_caption_table, find_table
 from .tars.imagenet import is_imagenet
 from .tars.webdataset import tar_names
@@ -25,13 +25,16 @@ KINDS = (
 )
 
 
-def _not_a_source(name: str, head: bytes) -> str | None:
-    """Why a file cannot be a source, and what to do; None for a tar or a table.
+def check_file(files: SourceFiles) -> None:
+    """Raise SourceError if the file of a source is neither a tar nor a table: what it is, and what to do."""
+    assert files.only
+    with files.open(files.only, ahead=False) as file:
+        head = file.read(HEAD_BYTES)
+    if what := _not_a_source(files.only, head):
+        raise SourceError(f"source '{files.name}': {what}")
 
-    Args:
-      name: of the file.
-      head: its first HEAD_BYTES, or fewer.
-    """
+
+def _not_a_source(name: str, head: bytes) -> str:
     if not head:
         return f"an empty file. Sources are {KINDS}."
     if head.startswith(LFS_POINTER):
@@ -44,7 +47,7 @@ def _not_a_source(name: str, head: bytes) -> str | None:
     if is_image(name):
         return f"an image. Pass its folder. Sources are {KINDS}."
     if head[257:262] == TAR_MAGIC or name.lower().endswith((".tar", *TABLE_EXTENSIONS)):
-        return None
+        return ""
     return (
         "of no known kind. Features encoded by another program go through 'leandit import'; a pickle is never "
         f"opened. Write other images to files, or to Parquet. Sources are {KINDS}."
@@ -83,19 +86,10 @@ def _guess_kind(files: SourceFiles, settings: SourceSection, table: str | None, 
     if table:
         return "metadata" if table in METADATA and not files.only else "manifest"
     tars = tar_names(files, settings.split)
-    parquet = [] if files.only else parquet_names(files, settings.split)
+    parquet = [] if files.only else shard_names(files, ".parquet", settings.split)
     # A folder of tars may hold Parquet files without images, as img2dataset writes them.
     if parquet and (not tars or holds_images(files, parquet[0])):
         return "parquet"
     if tars:
         return "imagenet" if is_imagenet(files, tars) else "webdataset"
     return "manifest" if captions else "sidecars" if has_sidecars(files) else "imagefolder"
-
-
-def check_file(files: SourceFiles) -> None:
-    """Raise SourceError if a file cannot be a source."""
-    assert files.only
-    with files.open(files.only, ahead=False) as file:
-        what = _not_a_source(files.only, file.read(HEAD_BYTES))
-    if what:
-        raise SourceError(f"source '{files.name}': {what}")

@@ -67,7 +67,7 @@ def _plain(text: str) -> str:
 def open_sources(
     sources: SourcePaths, asked: SourceSection, companions: Mapping[str, str] = NO_COMPANIONS
 ) -> OpenedSource:
-    """As ``open_source``, for one source or several."""
+    """Open one source or several without listing them, as ``open_source`` does."""
     paths = paths_of(sources)
     names = source_names(paths)
     first, *others = [open_source(path, asked, companions) for path in paths]
@@ -81,7 +81,7 @@ def list_sources(
     *,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Source:
-    """As ``list_source``, for one source or several; a key that an earlier source has is rejected as ``duplicate_key``.
+    """List one source or several as one; a key that an earlier source has is rejected as ``duplicate_key``.
 
     Raises: RecipeError: a source is given twice. SourceError: also if some have named labels and some numbers.
     """

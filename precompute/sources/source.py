@@ -83,7 +83,7 @@ class OpenedSource:
 
     @property
     def kind(self) -> str:
-        """As in ``SourceSection``."""
+        """How it is read: a kind of ``SourceSection``, never "auto"."""
         return self.settings.kind
 
     @property
@@ -231,7 +231,7 @@ def open_source(
 
 
 def _opened(path: Path | str, asked: SourceSection | Kind) -> tuple[OpenedSource, SourceFiles, str | None, list[str]]:
-    """As ``open_source``; also the files to list, whose images may be elsewhere, the table or None, and notes."""
+    """The opened source, the files to list (its images may be elsewhere), the table or None, and notes."""
     settings = SourceSection(kind=asked) if isinstance(asked, str) else asked
     files = open_files(path)
     if files.only and settings.kind in ("auto", "webdataset", "imagenet"):

@@ -121,8 +121,7 @@ def loaded_runner(store: Path, source: SourcePaths, device: Any, overrides: list
     from ...datasets.recipe import parse_with_overrides
     from ...datasets.revisions.local import openable
     from ...precompute.config import PrecomputeRecipe
-    from ...precompute.encoders.describe import describe_store
-    from ...precompute.encoders.loading import load_encoders
+    from ...precompute.encoders.loading import describe_store, load_encoders
     from ...precompute.encoders.model_files import nothing_fetched
     from ...precompute.images.decoders import Decoders
     from ...precompute.planning.images import num_threads

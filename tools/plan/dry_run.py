@@ -22,8 +22,7 @@ from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.store import LatentStore
 from ...datasets.units import plural, readable_size
 from ...precompute.config import PrecomputeRecipe
-from ...precompute.encoders.describe import describe_store
-from ...precompute.encoders.loading import load_encoders
+from ...precompute.encoders.loading import describe_store, load_encoders
 from ...precompute.encoders.model_files import local_folder, model_folder, model_name
 from ...precompute.images.decoders import Decoders
 from ...precompute.planning.compare import Comparison, Options, all_fresh

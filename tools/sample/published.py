@@ -17,8 +17,7 @@ from ...datasets.format.buckets import bucket_size
 from ...datasets.format.class_names import imagenet_names
 from ...precompute import config as precompute_config
 from ...precompute.config import PrecomputeRecipe
-from ...precompute.encoders.describe import describe_store
-from ...precompute.encoders.loading import load_encoders
+from ...precompute.encoders.loading import describe_store, load_encoders
 from ...precompute.encoders.text.encoder import CaptionEncoder, EncodedCaptions
 from ...train import config as train_config
 from ...train.models.build import build_model

@@ -370,7 +370,7 @@ def open_source_files(source: Path | str, *, is_folder: bool = False) -> SourceF
 
 
 def open_files(source: Path | str) -> SourceFiles:
-    """As ``open_source_files``; the name may have braces (``shards/{000..003}.tar``), a local one also wildcards.
+    """The files of a source whose name may have braces (``shards/{000..003}.tar``), a local one also wildcards.
 
     Raises: SourceError: no file matches, or files of several folders.
     """

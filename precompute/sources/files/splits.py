@@ -34,6 +34,16 @@ MAX_CONFIGS = 64  # folders beside each other that may be configurations; more a
 SHARD_KINDS = ("auto", "parquet", "webdataset", "imagenet")
 
 
+def shard_names(files: SourceFiles, extension: str, split: str) -> list[str]:
+    """The files of a source with an extension, in order; of one split, as in ``source.split``.
+
+    Raises: SourceError: several splits and none named.
+    """
+    if files.only:
+        return [files.only]
+    return shards_of_split(files.name, (name for name in files.names() if name.endswith(extension)), split)
+
+
 def shards_of_split(where: str, names: Iterable[str], split: str) -> list[str]:
     """The files of one split among the names of shards, in order.
 

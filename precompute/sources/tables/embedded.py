@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, BinaryIO
 
@@ -29,7 +28,7 @@ from ...images.faults import is_fault, retried
 from ..files.files import FoundFile, LocalFiles, SourceFiles
 from ..files.folders import Scan
 from ..files.record import CAPTION_NAMES, usable_key
-from ..files.splits import ALL, choose_split, shards_of_split
+from ..files.splits import ALL, choose_split, shard_names
 from ..listing.duck import database, identifier, literal
 from ..listing.listing import PLACES_SQL, SCHEMA, distinct_texts
 from .columns import CAPTIONS, Roles, shown_columns, usual_columns
@@ -141,14 +140,14 @@ class ArrowRows:
             sizes.append(pa.ipc.read_record_batch(message, schema).num_rows)
 
     def rows(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """As in ``ParquetRows``."""
+        """Some columns, LISTED_ROWS at a time."""
         for group in range(len(self._offsets)):
             rows = self._read(group).select(list(names))
             for start in range(0, rows.num_rows, LISTED_ROWS):
                 yield rows.slice(start, LISTED_ROWS)
 
     def images(self, group: int, column: str) -> pa.ChunkedArray:
-        """As in ``ParquetRows``."""
+        """Bytes of the images of a record batch."""
         return pa.chunked_array([_image_bytes(self._read(group)[column.removesuffix(".bytes")])])
 
     def _read(self, group: int) -> pa.RecordBatch:
@@ -190,16 +189,6 @@ def _opened(files: SourceFiles, name: str, kind: str, index: Any = None) -> Iter
 
 
 # ------------------------------------------------------------------------------------------------------- files
-
-
-def parquet_names(files: SourceFiles, split: str) -> list[str]:
-    """The Parquet files of a source, in order; of one split, as in ``source.split``.
-
-    Raises: SourceError: several splits and none named.
-    """
-    if files.only:
-        return [files.only]
-    return shards_of_split(files.name, (name for name in files.names() if fnmatchcase(name, "*.parquet")), split)
 
 
 def holds_images(files: SourceFiles, name: str) -> bool:
@@ -342,7 +331,7 @@ def embedded_batches(files: SourceFiles, scan: Scan) -> Iterator[pa.RecordBatch]
     Raises: SourceError: a file is damaged, has no column of images, or other classes than the first.
     """
     kind, settings = scan.settings.kind, scan.settings
-    names = parquet_names(files, settings.split) if kind == PARQUET else arrow_names(files)
+    names = shard_names(files, ".parquet", settings.split) if kind == PARQUET else arrow_names(files)
     texts_column = SCHEMA.get_field_index("captions")
     with database(f"source '{files.name}'") as connection:
         for name in names:
@@ -430,7 +419,7 @@ class EmbeddedImages:
         return retried(lambda: self._try(path, row, stage, companion), path)
 
     def _try(self, path: str, row: int, stage: str, companion: str) -> bytes:
-        """As ``read``; raises OSError or MemoryError at a fault."""
+        """Read an image once; raises OSError or MemoryError at a fault."""
         try:
             starts, columns, index = self._file(path)
             if not 0 <= row < starts[-1]:

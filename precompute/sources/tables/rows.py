@@ -18,7 +18,7 @@ LIST_AS_TEXT = "a list in a cell that is not JSON: write one row a caption, or a
 
 
 def stripped(text: str) -> str:
-    """As ``str.strip``; ``trim`` alone is ten times slower where nothing is to be removed."""
+    """Strip white space as ``str.strip`` does; ``trim`` alone is ten times slower where nothing is to be removed."""
     return f"CASE WHEN regexp_matches({text}, '{EDGES}') THEN trim({text}, {literal(SPACES)}) ELSE {text} END"
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import BinaryIO
 
 from ....datasets.errors import SourceError
@@ -24,7 +23,7 @@ from ..files.record import (
     text_lines,
     usable_key,
 )
-from ..files.splits import shards_of_split
+from ..files.splits import shard_names
 from .members import TarMember, tar_members
 
 MAX_NAME = 4096  # as long as a path can be
@@ -36,8 +35,7 @@ def tar_names(files: SourceFiles, split: str) -> list[str]:
 
     Raises: SourceError: a name is not UTF-8; or several splits and none named.
     """
-    names = [files.only] if files.only else [name for name in files.names() if fnmatchcase(name, "*.tar")]
-    names = names if files.only else shards_of_split(files.name, names, split)
+    names = shard_names(files, ".tar", split)
     for name in names:
         if usable_key(name)[1]:
             raise SourceError(f"source '{files.name}': the name of tar {name!r} is not UTF-8 or too long. Rename it.")

@@ -29,8 +29,7 @@ from transformers import SiglipVisionConfig, SiglipVisionModel
 from leandit.datasets.batches.latents import denormalise, final_latents
 from leandit.datasets.errors import EncoderError, RecipeError
 from leandit.precompute.config import PrecomputeRecipe, VaeSection
-from leandit.precompute.encoders.describe import describe_store
-from leandit.precompute.encoders.loading import Encoders
+from leandit.precompute.encoders.loading import Encoders, describe_store
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.precompute.run.columns import to_stored
 
