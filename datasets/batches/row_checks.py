@@ -58,10 +58,7 @@ class RowChecks:
         new = _missing(bits, read.records)
         rows, records = read.rows[new], read.records[new]
         for group in (LATENTS, *self._groups) if len(new) else ():
-            places = [(array, rows, None) for array in group_arrays(store, bucket, group)]
-            if (i := _first_damaged(places, store.checksums_of(group)[records])) is not None:
-                key = store.record_columns(("key",))["key"][int(records[i])].as_py()
-                raise _damage(store, f"record '{key}' (bucket '{bucket}', row {rows[i]})", places, i)
+            check_rows(store, bucket, group, rows, records)
         self._add(bits, records)
         if read.caption_ids is not None:
             bits = self._bits(number, "captions", store.caption_checksums(store.texts[0]))
@@ -92,6 +89,20 @@ def _missing(bits: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Indexes of the positions, (B,), whose bit is not set, each position once."""
     new = np.flatnonzero(bits[positions >> 3] >> (positions & 7).astype(np.uint8) & 1 == 0)
     return new[np.unique(positions[new], return_index=True)[1]]
+
+
+def check_rows(store: LatentStore, bucket: str, group: str, rows: np.ndarray, records: np.ndarray) -> None:
+    """Compare rows of a group (the latents, a feature, a companion) with their checksums in the records table.
+
+    Args:
+      rows: (B,) in the arrays of the group.
+      records: (B,) positions of their records in that table.
+    Raises: DamageError: names the first damaged record.
+    """
+    places: list[Place] = [(array, rows, None) for array in group_arrays(store, bucket, group)]
+    if (i := _first_damaged(places, store.checksums_of(group)[records])) is not None:
+        key = store.record_columns(("key",))["key"][int(records[i])].as_py()
+        raise _damage(store, f"record '{key}' (bucket '{bucket}', row {rows[i]})", places, i)
 
 
 def _caption_places(captions: CaptionTokens, ids: np.ndarray) -> list[Place]:

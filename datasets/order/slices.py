@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from numbers import Integral
 
+import numpy as np
+
 from ..errors import RecipeError
 from ..format.buckets import bucket_size
 
@@ -24,6 +26,11 @@ def rank_slice(size: int, rank: int, world_size: int) -> slice:
     if not 0 <= rank < world_size:
         raise IndexError(f"rank {rank} of {world_size} ranks: expected 0 to {world_size - 1}")
     return slice(size * rank // world_size, size * (rank + 1) // world_size)
+
+
+def spread(total: int, count: int) -> np.ndarray:
+    """Positions of ``count`` of ``total`` items, or of all if there are fewer, evenly from the first to the last."""
+    return np.linspace(0, total - 1, min(count, total)).round().astype(int)
 
 
 def batch_sizes_by_tokens(

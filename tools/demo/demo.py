@@ -16,6 +16,7 @@ import torch
 
 from ...datasets.disk.files import write_atomic
 from ...datasets.disk.hashing import canonical_json
+from ...datasets.order.slices import spread
 from ...datasets.store import LatentStore
 from ...datasets.units import readable_size, readable_time
 from ...precompute import config as precompute_config
@@ -25,7 +26,7 @@ from ...train.loop import StopRequest, train
 from ...train.metrics.history import StepReport
 from ...train.sampling.snapshot import load_snapshot
 from ...train.weights import folders
-from ..inspection.images import Cell, LatentDecoder, choose_records, draw_sheet, spread, store_sheet
+from ..inspection.images import Cell, LatentDecoder, choose_records, draw_sheet, store_sheet
 from ..inspection.store_facts import StoreFacts
 from ..inspection.store_text import render
 from ..sample.request import SampleRequest

@@ -16,6 +16,7 @@ from ...datasets.errors import EncoderError, RecordRejected, StoreError
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.schema import LatentSpec
 from ...datasets.format.token_dtypes import widen_latents
+from ...datasets.order.slices import spread
 from ...datasets.revisions.local import vae_of
 from ...datasets.store import LatentStore
 from ...precompute.config import SourceSection, VaeSection
@@ -310,11 +311,6 @@ def write_sheet(
     path.parent.mkdir(parents=True, exist_ok=True)
     image.save(path, format="PNG")
     return shown
-
-
-def spread(total: int, count: int) -> np.ndarray:
-    """Positions of ``count`` of ``total`` items, or of all, spread evenly from the first to the last."""
-    return np.linspace(0, total - 1, min(count, total)).round().astype(int)
 
 
 def choose_records(

@@ -12,15 +12,16 @@ import numpy as np
 import torch
 
 from ...datasets.batches.latents import denormalise, normalise
-from ...datasets.errors import RecipeError, RunError
-from ...datasets.format.buckets import bucket_size
+from ...datasets.errors import RecipeError, RecordRejected, RunError, SourceError
+from ...datasets.format.buckets import MAX_RATIO, assign_bucket, bucket_name, bucket_size
+from ...precompute.config import MAX_CROP_SHARE
+from ...precompute.images.decoders import Decoders
 from ...train.models.build import most_tokens_a_side, patch_of
 from ...train.optim.loss_scale import autocast_dtype
 from ...train.sampling.guided import Solver, draw_latents
 from ...train.sampling.schedulers import choose_sampler
 from ...train.sampling.snapshot import Snapshot, load_snapshot
 from ..inspection.images import LatentDecoder
-from .own_image import read_own_image
 from .published import load_published
 from .request import SampleRequest
 from .subjects import Subjects
@@ -88,17 +89,22 @@ class ImageSampler:
         self.solver = Solver(**how, autocast=autocast_dtype(precision, device), tf32=precision == "tf32")
         where = f"snapshot '{snapshot.path}'"
         self.decoder = LatentDecoder(snapshot.state["vae"], snapshot.latent, request.vae, device, where=where)
-        own_image = None
+        own_image, self._warnings = None, [self.snapshot.warning]
+        if not self.decoder.is_own:
+            other = self.decoder.identity.model
+            self._warnings.append(f"decoded by '{other}', which is not the VAE that the store was made with")
         if request.image:
             buckets = [self.bucket] if request.bucket else list(snapshot.state["buckets"])
-            pixels, self.bucket = read_own_image(request.image, buckets)
+            pixels, self.bucket, cropped = read_own_image(request.image, buckets)
+            self._warnings.append(cropped)
             own_image = normalise(torch.from_numpy(self.decoder.encode(pixels[None])), snapshot.latent)
         self.subjects = Subjects(snapshot, run, request, device, evenly=evenly, bucket=self.bucket, own_image=own_image)
 
     def summary(self) -> dict[str, Any]:
-        """What it draws with, as plain values; a warning for a young average, or another VAE than that of the store."""
-        other = f"decoded by '{self.decoder.identity.model}', which is not the VAE that the store was made with"
-        warnings = filter(None, (self.snapshot.warning, None if self.decoder.is_own else other))
+        """The settings of the images, as plain values.
+
+        It has a warning of a young average, another VAE than that of the store, an image that loses much to its crop.
+        """
         return {
             "snapshot": self.snapshot.path.name,
             "step": self.snapshot.step,
@@ -106,7 +112,7 @@ class ImageSampler:
             "bucket": self.bucket,
             "sampler": self.sampler,
             "guidance": self.request.guidance,
-            "warning": "; ".join(warnings) or None,
+            "warning": "; ".join(filter(None, self._warnings)) or None,
         }
 
     def draw(self, numbers: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
@@ -145,6 +151,34 @@ def decode_in_parts(
     """Decode some rows at a time; images of (height_px, width_px, 3) uint8."""
     for start in range(0, len(rows), most):
         yield from decode(rows[start : start + most])
+
+
+def read_own_image(path: Path, buckets: Sequence[str]) -> tuple[np.ndarray, str, str]:
+    """Decode an image of the user in a process of its own, and crop it at its center to the bucket of nearest shape.
+
+    Returns: (height_px, width_px, 3) uint8; the bucket; a warning if the crop cuts off much, else "".
+    Raises: SourceError: it cannot be read, or is too long for several buckets, as in a precompute.
+    """
+    sizes = list(map(bucket_size, buckets))
+    try:
+        place = path, 0, path.stat().st_size
+        with Decoders(1) as decoders:
+            size = decoders.size(*place)
+            assert size, "a file has all bytes"
+            bucket = assign_bucket(*size, [(height / width, height, width) for height, width in sizes])
+            if bucket is None:
+                raise SourceError(
+                    f"--image '{path}': {size[0]}x{size[1]} px, expected a longer side of at most {MAX_RATIO:g} times "
+                    "the shorter. Crop it, or choose a shape with --bucket."
+                )
+            pixels = decoders.decode(*place, bucket=bucket, crop="bucket").pixels
+    except (OSError, RecordRejected) as error:
+        raise SourceError(f"--image '{path}': it cannot be read ({error}). Check the path.") from error
+    name, ratio = bucket_name(*bucket), size[0] * bucket[1] / (size[1] * bucket[0])
+    lost = 1 - min(ratio, 1 / ratio)
+    if lost <= MAX_CROP_SHARE:
+        return pixels, name, ""
+    return pixels, name, f"--image loses {lost:.0%} of its area to the crop from {size[0]}x{size[1]} to {name} px"
 
 
 def check_request(snapshot: Snapshot, request: SampleRequest, sampler: str) -> None:

@@ -18,6 +18,7 @@ from ...datasets.disk.hashing import read_json
 from ...datasets.errors import EncoderError, RunError, StoreError
 from ...datasets.format.schema import UNKNOWN
 from ...datasets.order.shuffle import keyed_hash
+from ...datasets.order.slices import spread
 from ...datasets.revisions.local import vae_of
 from ...datasets.store import LatentStore
 from ...precompute.config import TextSection
@@ -141,9 +142,9 @@ class Subjects:
         )
 
     def _spread(self, num_choices: int, count: int) -> Callable[[int], int]:
-        """From a number to a choice: ``count`` of them evenly from the first to the last, or each drawn by the seed."""
+        """From a number to a choice: ``count`` of them spread evenly, again and again if too few, or drawn by seed."""
         if self._evenly:
-            return np.linspace(0, num_choices - 1, count).round().astype(int).tolist().__getitem__
+            return np.resize(spread(num_choices, count), count).tolist().__getitem__
         return lambda number: keyed_hash(self._seed, number, CHOICE) % num_choices
 
 

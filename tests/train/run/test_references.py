@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from safetensors.torch import load_file
 from stores import small_shards
 
 from leandit.datasets.batches.latents import denormalise, mean_latents
-from leandit.datasets.errors import LeanditError, RecipeError, RunError, SourceError
+from leandit.datasets.errors import DamageError, LeanditError, RecipeError, RunError, SourceError
+from leandit.datasets.format.buckets import bucket_size
 from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import precompute
 from leandit.tools.plan.workload import workload_of_stores
@@ -167,6 +170,53 @@ def test_what_cannot_be_drawn_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         open_sampler(edited, SampleRequest(vae="shipped:vae", **changes), CPU)
+
+
+def test_an_image_of_a_shape_that_the_run_has_not_seen_is_refused_or_warned_of(edited: Path, tmp_path: Path) -> None:
+    small: dict[str, Any] = {"steps": 2, "vae": "shipped:vae", "captions": ["a"], "image": tmp_path / "image.png"}
+    Image.new("RGB", (400, 80)).save(tmp_path / "image.png")
+    with pytest.raises(SourceError, match=r"image.png': 80x400 px, expected a longer side of at most 4.5 times"):
+        open_sampler(edited, SampleRequest(**small), CPU)
+    Image.new("RGB", (400, 100)).save(tmp_path / "image.png")
+    buckets = load_snapshot(edited, CPU).state["buckets"]
+    sampler = open_sampler(edited, SampleRequest(**small), CPU)
+    assert sampler.bucket == min(buckets, key=lambda name: abs(np.divide(*bucket_size(name)) - 0.25))
+    assert f"of its area to the crop from 100x400 to {sampler.bucket} px" in sampler.summary()["warning"]
+    Image.new("RGB", (400, 80)).save(tmp_path / "image.png")  # a shape that is asked for takes any image
+    sampler = open_sampler(edited, SampleRequest(bucket="64x64", **small), CPU)
+    assert "--image loses 80% of its area" in sampler.summary()["warning"]
+
+
+def test_a_damaged_companion_is_never_edited(store: LatentStore, edited: Path, tmp_path: Path) -> None:
+    """A byte of each row changes after its shard was opened; ``data.check`` decides, as for the rows of a batch."""
+    shutil.copytree(store.path, tmp_path / "store")
+    runs = {
+        check: Run.open(
+            train_recipe("qwen-image-tiny", *EDITS, f"data.check={check}"),
+            [LatentStore(tmp_path / "store")],
+            CPU,
+            print,
+        )
+        for check in ("first", "never")
+    }
+    request = SampleRequest(count=2, steps=2, vae="shipped:vae", store=tmp_path / "store")
+    sampler = open_sampler(edited, request, CPU)
+    whole = {check: choose_edits(run, 0, count=2).reference for check, run in runs.items()}
+    sampler.subjects.references([0, 1])
+    for bucket in store.buckets:
+        array = store.companion("edit", bucket)
+        for row in store.index(bucket).rows.tolist():
+            file, offset, size = array.place(row)
+            with open(tmp_path / "store" / file, "r+b") as shard:
+                shard.seek(offset + size // 4)
+                byte = shard.read(1)
+                shard.seek(-1, os.SEEK_CUR)
+                shard.write(bytes([byte[0] ^ 4]))
+    with pytest.raises(DamageError, match="does not match its checksum"):
+        choose_edits(runs["first"], 0, count=2)
+    assert not torch.equal(choose_edits(runs["never"], 0, count=2).reference, whole["never"])
+    with pytest.raises(DamageError, match="does not match its checksum"):
+        sampler.subjects.references([0, 1])
 
 
 def test_a_model_that_edits_nothing_takes_no_image(store: LatentStore, tmp_path: Path) -> None:

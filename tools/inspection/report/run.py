@@ -11,7 +11,7 @@ from markupsafe import Markup
 from PIL import Image, UnidentifiedImageError
 
 from ....datasets.errors import DamageError
-from ..images import spread
+from ....datasets.order.slices import spread
 from ..templating import rows_of
 from .page import render_page, webp_uri, write_page
 from .rules import Alert, alerts_of, rules_of

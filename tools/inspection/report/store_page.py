@@ -12,9 +12,10 @@ import numpy as np
 
 from ....datasets.errors import EncoderError
 from ....datasets.format.table_schemas import REJECT_REASONS
+from ....datasets.order.slices import spread
 from ....datasets.recipe import flatten
 from ....datasets.store import LatentStore
-from ..images import shown_records, spread
+from ..images import shown_records
 from ..store_facts import StoreFacts
 from ..templating import rows_of
 from .page import Thumbnail, latent_pixels, render_page, thumbnail, write_page

@@ -15,11 +15,11 @@ from ....datasets.disk.files import write_atomic
 from ....datasets.disk.hashing import read_json
 from ....datasets.errors import DamageError, RecipeError, SourceError
 from ....datasets.format.layout import GROUP
+from ....datasets.order.slices import spread
 from ....datasets.store import LatentStore
 from ....datasets.units import plural
 from ....precompute.run.clock import Progress
 from ....train.weights.folders import EVALUATIONS, is_run
-from ...inspection.images import spread
 from ...terminal.text import finite
 from ..npz import Npz
 from ..request import INCEPTION, EvaluateRequest

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from ....datasets.errors import DamageError, EncoderError, RecipeError, SourceError
+from ....datasets.order.slices import spread
 from ....precompute.run.clock import Progress
 from ....train.sampling.guided import float32_products
-from ...inspection.images import spread
 from ..npz import Npz, write_npz
 from .distances import Moments
 from .images import ImageSet

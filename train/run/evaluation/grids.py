@@ -14,6 +14,7 @@ from ....datasets.batches.captions import Captions, captions_of
 from ....datasets.batches.reader import BatchReader
 from ....datasets.errors import RecipeError
 from ....datasets.order.filters import label_indices
+from ....datasets.order.slices import spread
 from ....datasets.store import LatentStore
 from ...data_recipe import RecordsSection
 from ...metrics.flops import tokens_per_image
@@ -98,14 +99,13 @@ def choose_subjects(
     store = reader.stores[number]
     if not takes_text:
         labels = label_indices(section.labels, store) if section.labels else range(max(1, store.num_classes))
-        chosen = [int(labels[place]) for place in _spread(len(labels), count)]
+        chosen = [int(labels[place]) for place in np.resize(spread(len(labels), count), count)]
         return Subjects([f"{label}: {store.class_names.describe(label)}" for label in chosen], labels=chosen)
     selection = reader.order.plans[number].selection
     held_out = selection.held_out if selection else {}
     places = {bucket: positions for bucket, positions in held_out.items() if len(positions)}
     known = _first_captions(store, places or dict.fromkeys(store.buckets, slice(None)))
-    ids = [int(known[place]) for place in _spread(len(known), min(count, len(known)))]
-    return _captioned(store, ids)
+    return _captioned(store, known[spread(len(known), count)].tolist())
 
 
 def choose_edits(run: Run, number: int, *, count: int, own: Subjects | None = None) -> Subjects:
@@ -123,11 +123,12 @@ def choose_edits(run: Run, number: int, *, count: int, own: Subjects | None = No
     trained = selection.counts if selection else store.buckets
     counts = {bucket: len(positions) for bucket, positions in held_out.items()} or trained
     bucket = max(counts, key=lambda name: counts[name])
-    records = EditRecords(store, run.spec.reference, bucket, reader.latent_specs[number])
+    check = run.recipe.data.check != "never"
+    records = EditRecords(store, run.spec.reference, bucket, reader.latent_specs[number], check=check)
     positions = held_out[bucket] if held_out else selection.positions[bucket] if selection else None
     positions = np.arange(len(records)) if positions is None else positions  # all
     count = len(own.names) if own else min(count, len(positions))
-    chosen = positions[_spread(len(positions), count)]
+    chosen = np.resize(positions[spread(len(positions), count)], count)
     subjects = own or _captioned(store, records.caption_ids(chosen))
     return subjects._replace(reference=records.latents(chosen))
 
@@ -179,10 +180,3 @@ def _first_captions(store: LatentStore, places: Mapping[str, np.ndarray | slice]
     ids = np.concatenate([index.caption_ids[index.caption_starts[:-1][positions]] for index, positions in indexes])
     ids = ids[np.argsort(records)]
     return ids[np.sort(np.unique(ids, return_index=True)[1])]
-
-
-def _spread(total: int, count: int) -> list[int]:
-    """So many of the first whole numbers, evenly from the first to the last; all of them again and again if too few."""
-    if total < count:
-        return [place % total for place in range(count)]
-    return np.linspace(0, total - 1, count).round().astype(int).tolist()

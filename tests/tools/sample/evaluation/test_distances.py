@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from leandit.datasets.errors import DamageError
-from leandit.tools.inspection.images import spread
+from leandit.datasets.order.slices import spread
 from leandit.tools.sample.evaluation import distances
 from leandit.tools.sample.evaluation.distances import (
     Moments,
