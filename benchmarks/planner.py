@@ -29,7 +29,7 @@ from leandit.tools.plan.training import CUBLAS_BYTES
 from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
 from leandit.tools.synthetic.batches import synthetic_batch, synthetic_run
 from leandit.train.config import ParallelSection, load
-from leandit.train.optim.loss_scale import autocast_dtype
+from leandit.train.optim.precision import autocast_dtype
 from leandit.train.parallel.ranks import ALONE, Ranks
 from leandit.train.step import train_step
 

@@ -36,7 +36,7 @@ from leandit.train.models.conditioning import Conditioner, Conditioning, select
 from leandit.train.models.dit import size_of
 from leandit.train.models.spec import ModelSpec
 from leandit.train.objectives.losses import PLAIN, draw_times, noised, objective_losses
-from leandit.train.optim.loss_scale import autocast_dtype
+from leandit.train.optim.precision import autocast_dtype
 from leandit.train.optim.process import set_allocator
 from leandit.train.run.fit import model_spec
 from leandit.train.step import train_step

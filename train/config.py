@@ -257,13 +257,6 @@ class TrainRecipe(TechniqueSections, _ModelRecipe):
         """The model is conditioned on captions, not on labels; only a DiT can take labels."""
         return not self.model.name.startswith(("DiT-", "DiTDH-")) or self.conditioning.kind == "caption"
 
-    @property
-    def num_texts(self) -> int:
-        """How many text encoders the model reads, as its file says, known here without torch."""
-        several = {"sd3": 3, "flux1": 2}
-        count = next((count for start, count in several.items() if self.model.name.startswith(start)), 1)
-        return count if self.takes_captions else 0
-
     def turns(self, store: Path | str | None) -> list[Turn]:
         """The stores to train on: those that the recipe names, else the one of ``--store``.
 

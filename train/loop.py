@@ -25,10 +25,9 @@ from .run.checkpoints import Saver, due
 from .run.data import endless
 from .run.evaluation.held_out import Evaluation
 from .run.evaluation.log import Log
-from .run.microbatch import fit_microbatch
 from .run.opening import open_run, origin_lines
 from .run.state import Run
-from .step import train_step
+from .step import fit_microbatch, train_step
 
 
 def print_warning(message: str) -> None:
@@ -137,7 +136,7 @@ def _make_steps(run: Run, meter: Meter, log: Log, saver: Saver, stop: StopReques
         with collected_by_hand() as after_step:
             while run.step < section.steps and not stopping:
                 batch = meter.next(batches)
-                fit_microbatch(run, batch, train_step)
+                fit_microbatch(run, batch)
                 meter.add(batch, train_step(run, batch))
                 stop.hold()  # the first step compiles and may be lost; from now on a stop keeps the step
                 # A report is read while the device makes the next step. Before a checkpoint it is read at once,

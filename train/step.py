@@ -1,22 +1,31 @@
-"""One step: from a batch to an update. Nothing waits for the device, but optimizers other than AdamW with fp16."""
+"""One step: from a batch to an update; and on a GPU, how many images of a bucket fit into a forward.
+
+A step waits for the device with fp16 and optimizers other than AdamW alone.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..datasets.batches.batch import Batch
+from ..datasets.errors import ResourceError
 from ..datasets.order.slices import rank_slice
+from ..datasets.units import plural
 from .metrics.meter import StepResult
-from .models.conditioning import select
+from .models.conditioning import Microbatch, select
 from .objectives.losses import PLAIN, draw, objective_losses, time_share
 from .optim.build import learning_rate
 from .run.state import Run
-from .techniques.images import Microbatch
 from .techniques.technique import Draw
+
+LOG = logging.getLogger(__name__)
+KEPT_FREE = 0.05  # share of the GPU's memory, for fragmentation and longer captions
 
 
 def train_step(run: Run, batch: Batch) -> StepResult:
@@ -106,3 +115,55 @@ def microbatches(size: int, world_size: int, limit: int) -> list[slice]:
     count = -(-most // limit) if limit else 1
     each = -(-most // count)
     return [slice(start, start + each) for start in range(0, most, each)]
+
+
+def fit_microbatch(run: Run, batch: Batch) -> None:
+    """Set ``run.microbatches`` of the batch's bucket if not all of a rank's images fit, alike on all ranks.
+
+    A trial is a step that updates nothing and sends nothing, so only this rank runs out of memory. It is made before
+    the first step of a bucket, again once the optimizer has its state, and for a larger batch than was tried. Not
+    tried: CPUs, DeepSpeed, sharded models (a rank without memory would leave the others waiting), ``run.microbatch``.
+
+    Raises: ResourceError: not even the fewest images fit.
+    """
+    limits, bucket, images = run.microbatches, batch.bucket, -(-batch.global_size // run.ranks.world_size)
+    if run.device.type != "cuda" or not run.engine.allows_trial or run.recipe.run.microbatch:
+        return
+    tried = run.tried.get(bucket, 0)
+    if images <= tried or (tried and bucket in limits):
+        return
+    fewest = 2 if any(technique.compares_images for technique in run.techniques) else 1
+    while not _fits(run, batch):
+        size = min(limits.get(bucket, images), images)
+        if size <= fewest:
+            raise ResourceError(
+                f"device '{run.device}': {plural(size, 'image')} of bucket '{bucket}' do not fit in memory with the "
+                "model. Use run.activation_checkpointing, parallel.strategy 'fsdp', or a smaller model."
+            )
+        limits[bucket] = max(fewest, -(-size // 2))
+    if run.engine.optimizer.state:
+        run.tried[bucket] = images
+    LOG.info("bucket %s: at most %d images in a microbatch", bucket, limits.get(bucket, images))
+
+
+def _fits(run: Run, batch: Batch) -> bool:
+    """Whether a trial has enough memory on all ranks."""
+    engine, step, num_images = run.engine, run.step, run.num_images
+    free = torch.cuda.get_device_properties(run.device).total_memory * KEPT_FREE
+    engine.is_trial, failed = True, 0
+    try:
+        kept = torch.empty(int(free), dtype=torch.uint8, device=run.device)
+        train_step(run, batch)
+        del kept
+    except torch.OutOfMemoryError:
+        failed = 1
+    finally:
+        engine.is_trial, run.step, run.num_images = False, step, num_images
+        engine.optimizer.zero_grad(set_to_none=True)
+    if failed:
+        torch.cuda.empty_cache()
+    if run.ranks.world_size > 1:
+        failures = torch.tensor(failed, device=run.device)
+        dist.all_reduce(failures)
+        failed = failures.item()
+    return not failed

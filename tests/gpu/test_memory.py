@@ -12,9 +12,8 @@ from planner import CHECKPOINTED, Case, measured_apart, planner_job, predicted_p
 from leandit.datasets.store import LatentStore
 from leandit.tools.plan.dry_run import describe_precompute
 from leandit.tools.synthetic.store import make_store
-from leandit.train.run.microbatch import fit_microbatch
 from leandit.train.run.state import Run
-from leandit.train.step import train_step
+from leandit.train.step import fit_microbatch, train_step
 
 BUCKET = "512x512"
 
@@ -44,7 +43,7 @@ def test_a_step_that_runs_out_of_memory_is_tried_with_fewer_images(gpu: torch.de
     try:
         batch = next(iter(state.loader))
         for _ in range(3):
-            fit_microbatch(state, batch, train_step)
+            fit_microbatch(state, batch)
             result = train_step(state, batch)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, gpu)

@@ -10,8 +10,7 @@ from tiny_steps import BUCKETS, FULL, KINDS, LEFTOVER, LENGTHS, LIMIT, RECIPES, 
 from torch._dynamo.utils import counters
 
 from leandit.datasets.errors import RecipeError
-from leandit.train.optim.fp8 import LEAST_CAPABILITY
-from leandit.train.optim.loss_scale import LossScale
+from leandit.train.optim.precision import LEAST_CAPABILITY, LossScale
 from leandit.train.weights.checkpoint import EMA, MODEL, OPTIMIZER
 
 pytestmark = pytest.mark.usefixtures("tiny_models")

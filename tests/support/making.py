@@ -170,7 +170,7 @@ def shrink_models(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(sana.Sana.sizes, "sana-tiny", sana.size(2, 2, 16, 2, 16))
     patch.setitem(sd3.SD3.sizes, "sd3-tiny", TINY_SD3)
     patch.setitem(flux1.Flux1.sizes, "flux1-tiny", flux1.size(2, 2, 2, (4, 6, 6)))
-    patch.setitem(flux2.Flux2.sizes, "flux2-tiny", flux2.size(2, 2, 2, axis=4))
+    patch.setitem(flux2.Flux2.sizes, "flux2-tiny", flux1.size(2, 2, 2, (4, 4, 4, 4)))
     patch.setitem(qwen_image.QwenImage.sizes, "qwen-image-tiny", qwen_image.size(2, 2, (4, 6, 6)))
     patch.setitem(z_image.ZImage.sizes, "z-image-tiny", z_image.size(2, 2, (4, 6, 6), refiners=1))
 

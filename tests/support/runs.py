@@ -113,7 +113,8 @@ def make_run(
     steps = f"run.steps={lines * LOG_EVERY}"
     values = load(recipe, [steps, "data.holdout=0.1", *overrides]).model_dump()
     stores = [{"path": "../store", "revision": 1, "root_hash": "f" * 64}]
-    (run / "run.json").write_text(json.dumps({"recipe": values, "stores": stores, "spec": {}}))
+    spec = {"name": "DiT-S/2", "channels": 4, "out_channels": 8, "num_classes": 10, "caption_width": 0, "base_size": 32}
+    (run / "run.json").write_text(json.dumps({"recipe": values, "stores": stores, "spec": spec}))
     (run / "recipe.toml").write_text("[run]\n")
     written = []
     for number in range(1, lines + 1):

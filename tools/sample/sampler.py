@@ -17,7 +17,7 @@ from ...datasets.format.buckets import MAX_RATIO, assign_bucket, bucket_name, bu
 from ...precompute.config import MAX_CROP_SHARE
 from ...precompute.images.decoders import Decoders
 from ...train.models.build import most_tokens_a_side, patch_of
-from ...train.optim.loss_scale import autocast_dtype
+from ...train.optim.precision import autocast_dtype
 from ...train.sampling.guided import Solver, draw_latents
 from ...train.sampling.schedulers import choose_sampler
 from ...train.sampling.snapshot import Snapshot, load_snapshot

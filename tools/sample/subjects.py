@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from ...datasets.batches.captions import Captions as PackedCaptions
-from ...datasets.disk.hashing import read_json
 from ...datasets.errors import EncoderError, RunError, StoreError
 from ...datasets.format.schema import UNKNOWN
 from ...datasets.order.shuffle import keyed_hash
@@ -26,6 +25,7 @@ from ...precompute.encoders.model_files import nothing_fetched
 from ...precompute.encoders.text.encoder import CaptionEncoder, EncodedCaptions
 from ...precompute.encoders.text.tokenizer import CaptionTokenizer
 from ...train.models.conditioning import Conditioning
+from ...train.run.manifest import read_run_manifest
 from ...train.sampling.edits import EditRecords
 from ...train.sampling.snapshot import Snapshot, text_encoders
 from ...train.weights.folders import RUN
@@ -246,7 +246,8 @@ def _stored_caption(store: LatentStore, name: str, row: int) -> EncodedCaptions:
 def _stores_of(run: Path) -> list[LatentStore]:
     """The stores of a run; one that is gone is left out, its captions are encoded."""
     stores = []
-    for place in dict.fromkeys(s["path"] for s in read_json(run / RUN)["stores"]) if (run / RUN).is_file() else ():
+    manifest = read_run_manifest(run) if (run / RUN).is_file() else None
+    for place in dict.fromkeys(store.path for store in manifest.stores) if manifest else ():
         with contextlib.suppress(StoreError, FileNotFoundError):
             stores.append(LatentStore(run / place, allow_incomplete=True))
     return stores

@@ -123,11 +123,10 @@ def _rate(count: int, noun: str, seconds: float) -> str:
 
 def computed_precision(precision: str, device: torch.device) -> str:
     """The precision that a training computes in, with the requested one where the device lacks it."""
-    from ...train.optim.loss_scale import autocast_dtype
+    from ...train.metrics.meter import computed_in
 
-    if precision == "bf16" and autocast_dtype(precision, device) is None:
-        return f"fp32 (bf16 was requested, {device} has no fast bf16)"
-    return precision
+    computed = computed_in(precision, device)
+    return precision if computed == precision else f"{computed} ({precision} was requested, {device} has no fast bf16)"
 
 
 # What to run next

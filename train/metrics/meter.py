@@ -18,7 +18,7 @@ from ...datasets.errors import RunError
 from ...datasets.format.schema import LatentSpec
 from ...datasets.store import LatentStore
 from ..models.spec import ModelSpec
-from ..optim.loss_scale import SMALLEST_SCALE, LossScale, autocast_dtype
+from ..optim.precision import SMALLEST_SCALE, LossScale, autocast_dtype
 from ..parallel.ranks import Ranks, all_gather
 from .flops import latent_size_of, tokens_per_image, train_flops
 from .gpus import gpu_by_name

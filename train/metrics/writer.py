@@ -20,8 +20,7 @@ from ... import __version__
 from ...datasets.disk.files import write_atomic
 from ...datasets.errors import RecipeError, RunError
 from ..config import TrainRecipe
-from ..parallel.ranks import Ranks
-from ..parallel.strategy import choose_strategy
+from ..parallel.ranks import Ranks, choose_strategy
 from ..weights.folders import METRICS, STARTS
 from .history import OFFSETS, Start, StepReport, parse_reports, whole_lines
 from .meter import computed_in

@@ -40,7 +40,6 @@ from .layers import (
     modulate,
     position_table,
     residual_stream,
-    rotation_table,
     without_autocast,
 )
 from .spec import DiTOptions, ModelSpec, ProjectorSpec
@@ -186,7 +185,7 @@ class DiT(GridModel):
         if self.pos_embed is not None:
             tokens = tokens + self.position_table(rows, columns)
         tokens = residual_stream(tokens, self.residual)  # (B, T, E)
-        rotation = None if self.options.positions == "sincos" else self.rotation(rows, columns)
+        rotation = None if self.options.positions == "sincos" else self.rotation(rows, columns, self.head_width)
         with without_autocast(x.device):
             c = self.t_embedder(self.embedded_time(t))  # (B, E)
             if not self.takes_text:
@@ -253,17 +252,6 @@ class DiT(GridModel):
             return t
         share = at_least_float32(t) / 1000
         return 1 - share if self.options.time == "to_data" else share
-
-    def rotation(self, rows: int, columns: int) -> Rotation:
-        """Rotary positions of a grid of tokens."""
-        weight = self.x_embedder.proj.weight
-
-        def make() -> Rotation:
-            cos, sin = rotation_table(rows, columns, self.head_width, self.base_grid)
-            dtype = torch.promote_types(weight.dtype, torch.float32)
-            return cos.to(weight.device, dtype), sin.to(weight.device, dtype)
-
-        return self.cached(("rotation", rows, columns, weight.device), make)
 
 
 # ------------------------------------------------------------------------------------------------- tokens that skip

@@ -25,6 +25,7 @@ from .layers import (
     GridModel,
     LabelEmbedder,
     PatchEmbed,
+    Rotation,
     SwiGLU,
     at_least_float32,
     position_table,
@@ -59,16 +60,17 @@ class WaveEmbedder(nn.Module):
         return self.mlp(torch.cat([angles.sin(), angles.cos()], dim=1).to(next(self.mlp.parameters()).dtype))
 
 
-def pair_rotation(rows: int, columns: int, head_width: int, base: int) -> list[Tensor]:
+def pair_rotation(rows: int, columns: int, head_width: int, base: int) -> Rotation:
     """Angles of rotary positions whose pairs are neighbors: half of a head turns with the row, half with the column.
 
     Returns: cosines and sines, (T, head_width) float64 each.
     """
     parts = rotation_table(rows, columns, head_width, base)  # (T, 2, d / 4), the column first
-    return [part.flip(1).repeat_interleave(2, dim=2).flatten(1) for part in parts]
+    cos, sin = (part.flip(1).repeat_interleave(2, dim=2).flatten(1) for part in parts)
+    return cos, sin
 
 
-def rotate_pairs(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def rotate_pairs(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate queries or keys (B, heads, T, d): a pair is two neighbors."""
     cos, sin = rotation
     x = at_least_float32(x)
@@ -85,7 +87,7 @@ class PairAttention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         q, k = (rotate_pairs(part, rotation).to(v.dtype) for part in (q, k))
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
@@ -100,7 +102,7 @@ class DHBlock(nn.Module):
         self.attn, self.mlp = PairAttention(width, heads), SwiGLU(width, hidden=8 * width // 3)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
-    def forward(self, x: Tensor, c: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, c: Tensor, rotation: Rotation) -> Tensor:
         modulation = at_least_float32(self.adaLN_modulation(c))
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = modulation.chunk(6, dim=2)
         attended = self.attn(self.norm1(x) * (1 + scale_msa) + shift_msa, rotation)
@@ -167,7 +169,7 @@ class DiTDH(GridModel):
             time = self.t_embedder(t / 1000)
             c = F.silu(time + self.y_embedder(conditioning.labels))[:, None]
         s = residual_stream(self.s_embedder(x) + self.position_table(rows, columns), self.residual)
-        turns, head_turns = (self.rotation(rows, columns, width) for width in self.head_widths)
+        turns, head_turns = (self.rotation(rows, columns, width, pair_rotation) for width in self.head_widths)
         for block in self.blocks[: self.depth]:
             s = block(s, c, turns)
         s = self.s_projector(F.silu(time[:, None] + s))
@@ -175,14 +177,3 @@ class DiTDH(GridModel):
         for block in self.blocks[self.depth :]:
             tokens = block(tokens, s, head_turns)
         return self.final_layer(tokens, s).mT.unflatten(2, (rows, columns))
-
-    def rotation(self, rows: int, columns: int, head_width: int) -> tuple[Tensor, Tensor]:
-        """Rotary positions of a grid of tokens, in at least float32."""
-        weight = self.x_embedder.proj.weight
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-
-        def make() -> tuple[Tensor, Tensor]:
-            cos, sin = pair_rotation(rows, columns, head_width, self.base_grid)
-            return cos.to(weight.device, dtype), sin.to(weight.device, dtype)
-
-        return self.cached(("rotation", rows, columns, head_width, weight.device), make)

@@ -201,10 +201,12 @@ class GridModel(nn.Module):
     """A model with tables of positions, each computed once for a grid of tokens and a device.
 
     Attributes:
+      x_embedder: embedding of the latents.
       base_grid: side of the grid whose tokens are one position apart.
       pos_embed: (1, T, E) added positions of that grid, in the state dict as published; None: none are added.
     """
 
+    x_embedder: PatchEmbed
     base_grid: int
     pos_embed: Tensor | None
 
@@ -220,6 +222,19 @@ class GridModel(nn.Module):
             return base
         make = lambda: position_table(rows, columns, base.shape[2], self.base_grid)[None].to(base)  # noqa: E731
         return self.cached(("positions", rows, columns, base.device), make)
+
+    def rotation(
+        self, rows: int, columns: int, head_width: int, make: Callable[[int, int, int, int], Rotation] = rotation_table
+    ) -> Rotation:
+        """Rotary positions of a grid of tokens that ``make`` computes, on the model's device in at least float32."""
+        weight = self.x_embedder.proj.weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+
+        def moved() -> Rotation:
+            cos, sin = make(rows, columns, head_width, self.base_grid)
+            return cos.to(weight.device, dtype), sin.to(weight.device, dtype)
+
+        return self.cached(("rotation", rows, columns, head_width, weight.device), moved)
 
     def cached(self, key: tuple[Any, ...], make: Callable[[], TableT]) -> TableT:
         """A table that is computed once for each key."""

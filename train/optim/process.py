@@ -1,4 +1,4 @@
-"""Settings of a process that trains: memory allocators, precision of float32 products, garbage collection."""
+"""Settings of a process that trains: memory allocators and garbage collection."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 
 import torch
-
-from ..config import TrainRecipe
-from ..models.spec import ModelSpec
 
 ALLOCATION = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch reads either
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt(3)
@@ -31,13 +28,6 @@ def set_allocator(device: torch.device, environment: MutableMapping[str, str] = 
     elif mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
         mallopt(M_MMAP_THRESHOLD, 2**25)
-
-
-def set_precision(recipe: TrainRecipe, spec: ModelSpec) -> None:
-    """Precision of float32 products on a GPU, and whether cuDNN times convolutions, once for each new shape."""
-    # Layers that stay float32 under autocast, such as the time embedding, need its precision.
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = recipe.run.precision == "tf32"
-    torch.backends.cudnn.benchmark = spec.name.startswith("sana")  # its feed-forward layers are convolutions
 
 
 @contextmanager

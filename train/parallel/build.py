@@ -14,11 +14,10 @@ from ..config import ParallelSection, TrainRecipe
 from ..models.blocks import compile_blocks
 from ..models.build import Denoiser
 from ..models.diffusers.adapters import trained_parameters
-from ..optim.loss_scale import LossScale, autocast_dtype
+from ..optim.precision import LossScale, autocast_dtype
 from ..optim.state import load_whole
 from .engine import Engine
-from .ranks import Ranks
-from .strategy import choose_strategy, num_replicas
+from .ranks import Ranks, choose_strategy, num_replicas
 
 SHARDED = ("fsdp", "hsdp")
 

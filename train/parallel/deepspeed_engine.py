@@ -23,13 +23,12 @@ from ..config import TrainRecipe
 from ..models.build import Denoiser
 from ..optim.build import build_optimizer
 from ..optim.ema import Ema, build_rules
-from ..optim.loss_scale import LossScale, autocast_dtype
+from ..optim.precision import LossScale, autocast_dtype
 from ..optim.state import State, load_whole, model_state
 from ..weights.checkpoint import EMA, MODEL, OPTIMIZER
 from .deepspeed_config import config_for_deepspeed, drop_unknown, merge, read_config
 from .engine import Engine
-from .ranks import Ranks
-from .strategy import choose_strategy
+from .ranks import Ranks, choose_strategy
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WEIGHTS = ""  # the key of a parameter itself

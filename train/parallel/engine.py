@@ -22,7 +22,7 @@ from ..models.build import Denoiser
 from ..models.diffusers.adapters import trained_parameters
 from ..optim.build import build_optimizer, set_learning_rate
 from ..optim.ema import Ema, build_rules
-from ..optim.loss_scale import LossScale
+from ..optim.precision import LossScale
 from ..optim.state import State, load_whole, local, model_state, optimizer_state, whole
 from ..weights.checkpoint import EMA, MODEL
 from .ranks import Ranks

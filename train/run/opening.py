@@ -16,8 +16,7 @@ from ..models.build import family_of, patch_of
 from ..models.diffusers.adapters import trained_parameters
 from ..optim.ema import build_rules, first_share
 from ..parallel.deepspeed_engine import apply_ds_config
-from ..parallel.ranks import Ranks, agree
-from ..parallel.strategy import choose_strategy
+from ..parallel.ranks import Ranks, agree, choose_strategy
 from ..weights.checkpoint import YOUNG
 from .checkpoints import start_or_resume
 from .evaluation.grids import own_subjects

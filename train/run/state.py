@@ -19,20 +19,16 @@ from ...datasets.store import LatentStore
 from ..config import TrainRecipe
 from ..models.blocks import checkpoint_blocks
 from ..models.build import build_model, patch_of
-from ..models.conditioning import NO_EXTRAS, Conditioner, Conditioning, Extras, ModelOutput
+from ..models.conditioning import NO_EXTRAS, Conditioner, Conditioning, Extras, Microbatch, ModelOutput
 from ..models.diffusers.adapters import add_adapters, narrow_frozen
 from ..models.dit import DiT
 from ..models.spec import ModelSpec
 from ..objectives.losses import noised
-from ..optim.fp8 import check_fp8, use_fp8
-from ..optim.loss_scale import autocast_dtype
-from ..optim.process import set_precision
+from ..optim.precision import autocast_dtype, check_fp8, set_precision, use_fp8
 from ..parallel.build import SHARDED, build_engine, first_device
 from ..parallel.deepspeed_config import may_compile
 from ..parallel.engine import Engine
-from ..parallel.ranks import ALONE, Ranks, from_first
-from ..parallel.strategy import choose_strategy
-from ..techniques.images import Microbatch
+from ..parallel.ranks import ALONE, Ranks, choose_strategy, from_first
 from ..techniques.registry import features_of, routed_blocks, techniques_of
 from ..techniques.technique import Technique
 from ..weights.init_from import FrozenWeights, hash_of, initial_weights

@@ -11,9 +11,8 @@ from .technique import Technique, is_active
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..models.conditioning import Extras, ModelOutput
+    from ..models.conditioning import Extras, Microbatch, ModelOutput
     from ..models.spec import ProjectorSpec
-    from .images import Microbatch
 
 
 class AlignmentKeys(Section):

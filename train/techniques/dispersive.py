@@ -18,8 +18,7 @@ from .technique import Technique, Weight
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..models.conditioning import Extras, ModelOutput
-    from .images import Microbatch
+    from ..models.conditioning import Extras, Microbatch, ModelOutput
 
 BLOCK = "objective.dispersive_block"
 

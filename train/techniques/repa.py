@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...datasets.batches.batch import Batch
-    from ..models.conditioning import Extras, ModelOutput
+    from ..models.conditioning import Extras, Microbatch, ModelOutput
     from ..models.spec import ModelSpec, ProjectorSpec
-    from .images import Microbatch
 
 DEVIATION_EPS = 1e-6  # added to a standard deviation; as published
 

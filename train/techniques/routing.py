@@ -1,6 +1,6 @@
 """Routing: some tokens of each image skip the middle blocks of a DiT in training (TREAD, SPRINT).
 
-The model does the routing (``models/token_paths.py``); here is which tokens and which blocks.
+The model does the routing (``models/dit.py``); here is which tokens and which blocks.
 Source: Krause et al. 2025 (TREAD), arXiv 2501.04765; Park et al. 2025 (SPRINT), arXiv 2510.21986.
 """
 
@@ -16,9 +16,8 @@ from ...datasets.recipe import Count, Positive, Section, Share
 from .technique import Draw, Technique, is_active
 
 if TYPE_CHECKING:
-    from ..models.conditioning import Extras
+    from ..models.conditioning import Extras, Microbatch
     from ..models.spec import ModelSpec
-    from .images import Microbatch
 
 
 class RoutingSection(Section):

@@ -20,9 +20,8 @@ from .technique import Draw, Weight, is_active
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..models.conditioning import Extras, ModelOutput
+    from ..models.conditioning import Extras, Microbatch, ModelOutput
     from ..models.spec import ModelSpec, ProjectorSpec
-    from .images import Microbatch
 
 SELF = "self-alignment"  # a name that no image feature can have
 

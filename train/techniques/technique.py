@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...datasets.batches.batch import Batch
-    from ..models.conditioning import Extras, ModelOutput
+    from ..models.conditioning import Extras, Microbatch, ModelOutput
     from ..models.spec import ModelSpec, ProjectorSpec
-    from .images import Microbatch
 
 Weight = Annotated[float, Field(ge=0)]
 Draw = tuple[Literal["normal", "uniform"], tuple[int, ...]]

@@ -16,7 +16,7 @@ from leandit.datasets.errors import RunError
 from leandit.datasets.store import LatentStore
 from leandit.train import loop
 from leandit.train.metrics.meter import StepResult
-from leandit.train.optim.loss_scale import GROWTH_STEPS, LossScale
+from leandit.train.optim.precision import GROWTH_STEPS, LossScale
 from leandit.train.run.state import Run
 from leandit.train.weights.checkpoint import EMA, MODEL, find
 

@@ -25,8 +25,7 @@ from safetensors.torch import load_file
 from leandit.datasets.errors import RecipeError
 from leandit.datasets.store import LatentStore
 from leandit.train.config import ParallelSection
-from leandit.train.parallel.ranks import ALONE, SRUN, Ranks, read_ranks
-from leandit.train.parallel.strategy import choose_strategy
+from leandit.train.parallel.ranks import ALONE, SRUN, Ranks, choose_strategy, read_ranks
 
 STEPS, HALF = 6, 3  # an epoch and a half, of four batches
 EXACT = 4e-6  # of losses, in float32

@@ -19,7 +19,7 @@ from leandit.datasets.errors import RecipeError
 from leandit.datasets.store import LatentStore
 from leandit.train.config import TrainRecipe
 from leandit.train.loop import train
-from leandit.train.optim.fp8 import check_fp8, use_fp8
+from leandit.train.optim.precision import check_fp8, use_fp8
 from leandit.train.parallel.stop import StopRequest
 from leandit.train.run import state
 

@@ -22,13 +22,12 @@ from leandit.datasets.errors import ResourceError, RunError
 from leandit.datasets.order.slices import rank_slice
 from leandit.datasets.store import LatentStore
 from leandit.train import loop
+from leandit.train import step as step_module
 from leandit.train.metrics.meter import StepResult
 from leandit.train.optim import process
 from leandit.train.optim.process import set_allocator
-from leandit.train.run import microbatch
-from leandit.train.run.microbatch import fit_microbatch
 from leandit.train.run.state import Run
-from leandit.train.step import image_losses, microbatches, train_step
+from leandit.train.step import fit_microbatch, image_losses, microbatches
 
 
 @given(size=st.integers(1, 500), world_size=st.integers(1, 9), limit=st.integers(0, 60))
@@ -63,14 +62,14 @@ def test_a_gpu_halves_the_images_until_a_step_fits_and_keeps_them(monkeypatch: p
         monkeypatch.setattr("leandit.train.step.image_losses", losses)
         monkeypatch.setattr(learner.engine.ema, "update", lambda *_: updates.append(learner.step))
         batch = steps.batch(7).to(CUDA)
-        fit_microbatch(learner, steps.batch(2).to(CUDA), train_step)  # a short batch comes first, and limits nothing
+        fit_microbatch(learner, steps.batch(2).to(CUDA))  # a short batch comes first, and limits nothing
         assert (learner.microbatches, tried) == ({}, [2])
         tried.clear()
-        fit_microbatch(learner, batch, train_step)
+        fit_microbatch(learner, batch)
         assert (learner.step, learner.num_images, updates) == (0, 0, [])
         assert all(parameter.grad is None for parameter in learner.engine.model.parameters())
         for _ in range(3):
-            fit_microbatch(learner, batch, train_step)
+            fit_microbatch(learner, batch)
             steps.step_on(batch)
     assert learner.microbatches == {batch.bucket: 2}
     assert tried[:3] == [7, 4, 2]
@@ -80,17 +79,17 @@ def test_a_gpu_halves_the_images_until_a_step_fits_and_keeps_them(monkeypatch: p
 
 @pytest.mark.usefixtures("tiny_models")
 def test_what_cannot_fit_or_is_set_by_the_user_is_not_halved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(microbatch, "_fits", lambda *_: False)
+    monkeypatch.setattr(step_module, "_fits", lambda *_: False)
     for settings in (["run.microbatch=3"], []):
         steps = TinySteps("labels", CPU, *settings)
-        fit_microbatch(steps.learner, steps.batch(), train_step)  # a CPU is never tried
+        fit_microbatch(steps.learner, steps.batch())  # a CPU is never tried
         assert steps.learner.microbatches == {}
         steps.learner.device = CUDA
         if settings:
-            fit_microbatch(steps.learner, steps.batch(), train_step)
+            fit_microbatch(steps.learner, steps.batch())
         else:
             with pytest.raises(ResourceError, match=r"1 image of bucket '64x64' do not fit.*smaller model"):
-                fit_microbatch(steps.learner, steps.batch(), train_step)
+                fit_microbatch(steps.learner, steps.batch())
 
 
 pytestmark = pytest.mark.usefixtures("tiny_models")

@@ -15,13 +15,12 @@ from making import CPU, train_recipe
 from leandit.datasets.errors import LeanditError
 from leandit.datasets.store import LatentStore
 from leandit.train import step as step_module
-from leandit.train.models.conditioning import Extras, select
+from leandit.train.models.conditioning import Extras, Microbatch, select
 from leandit.train.objectives.losses import PLAIN
 from leandit.train.run.state import Run
 from leandit.train.sampling.guided import Solver, draw_latents
 from leandit.train.sampling.snapshot import load_snapshot
 from leandit.train.step import image_losses, train_step
-from leandit.train.techniques.images import Microbatch
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 FLOW = ("objective.kind=flow", "model.name=DiT-S/1")

@@ -101,7 +101,7 @@ def _rows(outcome: Outcome, num_steps: int, device: torch.device, ranks: Ranks) 
     Args:
       num_steps: that the recipe asks for.
     """
-    from ....train.parallel.strategy import choose_strategy
+    from ....train.parallel.ranks import choose_strategy
 
     recipe, first = outcome.recipe, outcome.first_step
     precision = computed_precision(recipe.run.precision, device)

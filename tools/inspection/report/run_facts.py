@@ -9,35 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ValidationError
 
 from ....datasets.disk.cached import cached_property
-from ....datasets.disk.hashing import read_json
 from ....datasets.errors import DamageError, LeanditError
 from ....datasets.recipe import flatten, shipped_recipes
 from ....datasets.store import LatentStore
 from ....train.config import PACKAGE, load
 from ....train.metrics.history import read_history, read_starts, whole_lines
 from ....train.run.evaluation.decoding import IMAGE, LATENTS, grid_files
+from ....train.run.manifest import StoreRead, read_run_manifest
 from ....train.weights.folders import CHECKPOINT, EVALUATIONS, RECIPE, RUN, SAMPLES, find
 from ..templating import Rows, things
 
 SCORES = ("frechet", "kid", "cmmd", "precision", "recall", "density", "coverage", "clip_score")
 ABSENT = "-"
 HASH_CHARS = 16
-
-
-class _StoreRead(BaseModel):
-    path: str
-    revision: int
-    root_hash: str | None
-
-
-class _Manifest(BaseModel):
-    """What a report takes from ``run.json``; the trainer checks all of it."""
-
-    stores: list[_StoreRead]
-    recipe: dict[str, Any]
 
 
 class RunFacts:
@@ -50,7 +36,12 @@ class RunFacts:
     """
 
     def __init__(self, run: Path, *, now: float | None = None) -> None:
-        manifest = _read_manifest(run)
+        manifest = read_run_manifest(run) if (run / RUN).is_file() else None
+        if manifest is None:
+            raise DamageError(
+                f"run '{run}': it has no {RUN}, so it has not trained; the output of 'leandit average' has no metrics. "
+                "Pass the run itself."
+            )
         self.path, self.recipe = run, manifest.recipe  # nested, with all keys
         self.recipe_text = (run / RECIPE).read_text(errors="replace") if (run / RECIPE).is_file() else ""
         self.starts, self.metrics = read_starts(run), read_history(run)
@@ -150,20 +141,6 @@ def _finite(summarize: Callable[[np.ndarray], Any], values: np.ndarray) -> float
     return float(summarize(values)) if np.isfinite(values).any() else None
 
 
-def _read_manifest(run: Path) -> _Manifest:
-    try:
-        return _Manifest.model_validate(read_json(run / RUN))
-    except FileNotFoundError as error:
-        raise DamageError(
-            f"run '{run}': it has no {RUN}, so it has not trained; the output of 'leandit average' has no metrics. "
-            "Pass the run itself."
-        ) from error
-    except ValidationError as error:
-        problem = error.errors()[0]
-        place = ".".join(map(str, problem["loc"]))
-        raise DamageError(f"run '{run}': '{RUN}' is not valid, '{place}': {problem['msg']}. Restore it.") from error
-
-
 def _read_evaluations(run: Path) -> list[dict[str, str]]:
     """Results of ``leandit evaluate`` of the run.
 
@@ -190,7 +167,7 @@ def _side(side: Any) -> str:
     return f"{side.get('kind', '')} {side.get('path', '')}" + (f" ({', '.join(parts)})" if parts else "")
 
 
-def _describe_store(run: Path, read: _StoreRead) -> Rows:
+def _describe_store(run: Path, read: StoreRead) -> Rows:
     """What the run reads of a store, and what the store itself says where it can be opened."""
     path = (run / read.path).resolve()
     rows = {"path": [str(path)]}

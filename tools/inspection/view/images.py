@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import io
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -22,7 +21,6 @@ from .tables import StoreTables
 
 MAX_WAITING = 72  # requests: a browser sends six at a time
 CACHED = 256  # images
-POLL_SECONDS = 0.05  # while the decoder is being loaded
 SMALLEST_PX = 128  # shorter sides are enlarged by a whole number, in squares
 
 Decode = Callable[[np.ndarray], np.ndarray]
@@ -44,24 +42,18 @@ class ImageDecoder:
 
     def __init__(self, store: LatentStore, tables: StoreTables, load: Callable[[], Decode]) -> None:
         self._store, self._tables, self._load = store, tables, load
-        self._decoder: Future[Decode] = Future()
         self._worker = ThreadPoolExecutor(1, "leandit-images")
+        self._decoder: Future[Decode] = Future()
         self._turn, self._num_waiting = asyncio.Lock(), 0
         self._cached = functools.lru_cache(CACHED)(self._image)
 
     def start(self) -> None:
-        """Load the decoder, in a thread that does not keep the process from ending."""
-        threading.Thread(target=self._load_decoder, name="leandit-decoder", daemon=True).start()
+        """Load the decoder, in the thread of the images: they wait for it."""
+        self._decoder = self._worker.submit(self._load)
 
     def stop(self) -> None:
         """Decode no further images."""
         self._worker.shutdown(wait=False, cancel_futures=True)
-
-    def _load_decoder(self) -> None:
-        try:
-            self._decoder.set_result(self._load())
-        except Exception as error:  # noqa: BLE001 - of any library; else requests would wait forever
-            self._decoder.set_exception(error)
 
     @property
     def is_ready(self) -> bool:
@@ -92,8 +84,7 @@ class ImageDecoder:
         self._num_waiting += 1
         try:
             async with self._turn:
-                while not self.is_ready:
-                    await asyncio.sleep(POLL_SECONDS)
+                await asyncio.wait([asyncio.wrap_future(self._decoder)])
                 if await request.is_disconnected():
                     raise Busy("the browser has closed the request.")
                 loop = asyncio.get_running_loop()

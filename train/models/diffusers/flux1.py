@@ -15,23 +15,23 @@ from ..spec import ModelSpec, TextInput
 from .model import (
     ATTENTION,
     T5,
-    TEXT_ATTENTION,
     TWO_STREAMS,
     Config,
     DiffusersModel,
     initialize,
     keep_streams,
     pack_all,
+    stream_projections,
     unpack,
 )
 
 
-def size(depth: int, single_depth: int, heads: int, axes: tuple[int, int, int], *, distilled: bool = False) -> Config:
+def size(depth: int, single_depth: int, heads: int, axes: tuple[int, ...], *, distilled: bool = False) -> Config:
     """The arguments of a size.
 
     Args:
       single_depth: blocks of one stream.
-      axes: numbers of a head that turn with frame, row and column; their sum is the width of a head.
+      axes: numbers of a head that turn with each axis of its positions; their sum is the width of a head.
       distilled: it takes the guidance as an input.
     """
     return {
@@ -76,9 +76,8 @@ class Flux1(DiffusersModel):
     def initialize_weights(self) -> None:
         """Zeros for modulations and the output."""
         net = cast(Any, self.net)
-        fused, zeros = [], [net.norm_out.linear, net.proj_out]
+        fused, zeros = stream_projections(net.transformer_blocks), [net.norm_out.linear, net.proj_out]
         for block in net.transformer_blocks:
-            fused += [(block.attn, ATTENTION[:3]), (block.attn, TEXT_ATTENTION)]
             zeros += [block.norm1.linear, block.norm1_context.linear]
         for block in net.single_transformer_blocks:
             fused += [(block.attn, ATTENTION[:3])]
@@ -88,7 +87,7 @@ class Flux1(DiffusersModel):
     def inputs(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Config:
         captions: Any = conditioning.captions
         rows, columns = (torch.arange(side // 2, device=x.device) for side in x.shape[2:])
-        images = conditioning.images(x)  # as of Kontext, whose image to edit has the number 1
+        images = conditioning.images(x)  # Kontext numbers the image to edit 1
         ids = [torch.cartesian_prod(rows.new_full((1,), number), rows, columns) for number in range(len(images))]
         return {
             "hidden_states": pack_all(images),

@@ -8,48 +8,32 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..conditioning import Conditioning
 from ..spec import ModelSpec, TextInput
-from .model import ATTENTION, TEXT_ATTENTION, TWO_STREAMS, Config, DiffusersModel, initialize, keep_streams
+from .flux1 import Flux1, size
+from .model import TWO_STREAMS, Config, initialize, stream_projections
 
+AXES = (32, 32, 32, 32)  # numbers of a head that turn with time, row, column and place in the caption
 REFERENCE_STEP = 10  # between the positions of images, along the axis of time
 
 
-def size(depth: int, single_depth: int, heads: int, *, axis: int = 32, distilled: bool = False) -> Config:
-    """The arguments of a size.
-
-    Args:
-      single_depth: blocks of one stream.
-      axis: numbers of a head that turn with each of time, row, column and place in the caption.
-      distilled: it takes the guidance as an input.
-    """
-    return {
-        "num_layers": depth,
-        "num_single_layers": single_depth,
-        "num_attention_heads": heads,
-        "attention_head_dim": 4 * axis,
-        "axes_dims_rope": [axis] * 4,
-        "guidance_embeds": distilled,
-    }
-
-
-class Flux2(DiffusersModel):
+class Flux2(Flux1):
     """FLUX.2, which reads its encoder's padding, and whose VAE packs 2 x 2 positions itself."""
 
     transformer_class = "transformer_flux2.Flux2Transformer2DModel"
-    family, recipe, patch, is_flow, takes_guidance = "flux2", "flux2-klein-1024", 1, True, True
+    family, recipe = "flux2", "flux2-klein-1024"
     sizes = {  # noqa: RUF012
-        "flux2-klein-4b": size(5, 20, 24),
-        "flux2-klein-9b": size(8, 24, 32),
-        "flux2-dev": size(8, 48, 48, distilled=True),
-        "flux2-tiny": size(2, 4, 4, axis=8),
+        "flux2-klein-4b": size(5, 20, 24, AXES),
+        "flux2-klein-9b": size(8, 24, 32, AXES),
+        "flux2-dev": size(8, 48, 48, AXES, distilled=True),
+        "flux2-tiny": size(2, 4, 4, (8, 8, 8, 8)),
     }
     text_classes = ({"causal_lm": ("Qwen3ForCausalLM", "Qwen2TokenizerFast")},)
     downscale, vae = 16, "AutoencoderKLFlux2"
     texts = (TextInput(name="Qwen3", tokens=512, width=7680),)
-    adapted, takes_reference = (*TWO_STREAMS, "attn.to_qkv_mlp_proj"), True
+    adapted = (*TWO_STREAMS, "attn.to_qkv_mlp_proj")
 
     @classmethod
     def pipeline(cls, spec: ModelSpec) -> str:
@@ -60,18 +44,17 @@ class Flux2(DiffusersModel):
         widths = {"in_channels": spec.channels, "out_channels": spec.out_channels}
         return widths | {"joint_attention_dim": spec.caption_width}
 
-    def optimize(self) -> None:
-        keep_streams(self, self.net.x_embedder, self.net.context_embedder)
-
     def initialize_weights(self) -> None:
         """Zeros for modulations and the output."""
         net = cast(Any, self.net)
         names = ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation", "norm_out")
-        fused = []
-        for block in net.transformer_blocks:
-            fused += [(block.attn, ATTENTION[:3]), (block.attn, TEXT_ATTENTION)]
+        fused = stream_projections(net.transformer_blocks)
         zeros = [net.proj_out, *(getattr(net, name).linear for name in names)]
         initialize(net, fused, net.x_embedder, [net.time_guidance_embed], zeros)
+
+    @classmethod
+    def patch_side(cls, spec: ModelSpec) -> int:
+        return spec.config.get("patch_size", cls.patch)
 
     def inputs(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Config:
         captions: Any = conditioning.captions
@@ -90,7 +73,3 @@ class Flux2(DiffusersModel):
 
     def velocity(self, output: Any, x: Tensor) -> Tensor:
         return output[:, : x.shape[2:].numel()].transpose(1, 2).unflatten(2, x.shape[2:])
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        return nn.ModuleList([*self.net.transformer_blocks, *self.net.single_transformer_blocks])

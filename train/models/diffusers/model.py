@@ -210,6 +210,11 @@ def add_positions(embed: Any) -> None:
     embed.forward = MethodType(forward, embed)
 
 
+def stream_projections(blocks: Iterable[Any]) -> list[tuple[nn.Module, tuple[str, ...]]]:
+    """The queries, keys and values of blocks with two streams, those of images and of captions, for ``initialize``."""
+    return [(block.attn, names) for block in blocks for names in (ATTENTION[:3], TEXT_ATTENTION)]
+
+
 def initialize(
     net: nn.Module,
     fused: Iterable[tuple[nn.Module, tuple[str, ...]]],

@@ -14,14 +14,13 @@ from torch import Tensor
 from ..conditioning import Conditioning
 from ..spec import ModelSpec
 from .model import (
-    ATTENTION,
-    TEXT_ATTENTION,
     TWO_STREAMS,
     Config,
     DiffusersModel,
     initialize,
     keep_streams,
     pack_all,
+    stream_projections,
     unpack,
 )
 
@@ -62,11 +61,9 @@ class QwenImage(DiffusersModel):
     def initialize_weights(self) -> None:
         """Zeros for modulations and the output."""
         net = cast(Any, self.net)
-        fused, zeros = [], [net.norm_out.linear, net.proj_out]
-        for block in net.transformer_blocks:
-            fused += [(block.attn, ATTENTION[:3]), (block.attn, TEXT_ATTENTION)]
-            zeros += [block.img_mod[1], block.txt_mod[1]]
-        initialize(net, fused, net.img_in, [net.time_text_embed], zeros)
+        modulations = [layer[1] for block in net.transformer_blocks for layer in (block.img_mod, block.txt_mod)]
+        zeros = [net.norm_out.linear, net.proj_out, *modulations]
+        initialize(net, stream_projections(net.transformer_blocks), net.img_in, [net.time_text_embed], zeros)
 
     def inputs(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Config:
         captions, images = conditioning.valid_captions, conditioning.images(x)

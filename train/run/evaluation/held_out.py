@@ -27,9 +27,8 @@ from ....datasets.order.shuffle import mix
 from ...data_recipe import Objective
 from ...metrics.flops import latent_size_of, tokens_per_image
 from ...metrics.history import NUM_TIMES, OFFSETS, HeldOutLoss
-from ...models.conditioning import select
+from ...models.conditioning import Microbatch, select
 from ...objectives.losses import PLAIN, TRAIN_STEPS, objective_losses
-from ...techniques.images import Microbatch
 from ..state import Run
 
 GROUP_TOKENS = 8192  # image tokens of a forward: enough to keep a GPU busy, far fewer than a training step holds
