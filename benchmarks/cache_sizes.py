@@ -15,10 +15,10 @@ import numpy as np
 import torch
 import typer
 from measuring import fresh_folder, machine, print_table
+from noise_store import make_store
 from scale import Scratch
 
 from leandit.datasets.format.schema import TextSpec
-from leandit.tools.synthetic.store import make_store
 
 app = typer.Typer(add_completion=False)
 

@@ -25,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from leandit.tools.plan.step_memory import Strategy, trace_steps
 from leandit.tools.plan.strategies import SINGLE, zero_section
+from leandit.tools.plan.synthetic import synthetic_batch, synthetic_run
 from leandit.tools.plan.training import CUBLAS_BYTES
 from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
-from leandit.tools.synthetic.batches import synthetic_batch, synthetic_run
 from leandit.train.config import ParallelSection, load
 from leandit.train.optim.precision import autocast_dtype
 from leandit.train.parallel.ranks import ALONE, Ranks

@@ -64,7 +64,7 @@ from leandit.precompute.planning.images import num_threads
 from leandit.precompute.planning.planner import Planner
 from leandit.precompute.run.clock import Progress
 from leandit.precompute.sources.source import list_source
-from leandit.tools.synthetic.store import noise_spec
+from leandit.tools.plan.noise_spec import noise_spec
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 IMAGENET = 1_281_167

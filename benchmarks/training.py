@@ -23,13 +23,13 @@ from typing import Annotated, Any
 import torch
 import typer
 from measuring import alternate, machine, print_rates, tf32, timed
+from noise_store import make_store
 from torch import Tensor, nn
 
 from leandit.datasets.batches.captions import Captions
 from leandit.datasets.errors import RecipeError
+from leandit.tools.plan.synthetic import synthetic_batch, synthetic_run
 from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
-from leandit.tools.synthetic.batches import synthetic_batch, synthetic_run
-from leandit.tools.synthetic.store import make_store
 from leandit.train.config import TrainRecipe, load
 from leandit.train.models.build import diffusers_config, family_of, transformer_class
 from leandit.train.models.conditioning import Conditioner, Conditioning, select

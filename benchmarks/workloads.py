@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 import typer
+from noise_store import make_store
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from leandit.datasets.format.schema import FeatureSpec, TextSpec
 from leandit.datasets.store import LatentStore
-from leandit.tools.synthetic.store import make_store
 
 RAGGED = ("text", "scales")  # a row for each token of a caption
 CLIP, CLIP_TOKENS, FEATURE = "clip_l", 77, "dinov2"  # names in the store

@@ -20,6 +20,7 @@ from faults import without_seal
 from filelock import FileLock
 from forked import start_server, stop_server
 from hypothesis import HealthCheck, settings
+from noise_store import make_store
 from stores import Everything, copy_of, everything_in, make_everything, make_grown, noise_store, small_shards
 
 from leandit.datasets.format.schema import FeatureSpec
@@ -29,7 +30,6 @@ from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import Report
 from leandit.tools.cli.main import main
-from leandit.tools.synthetic.store import make_store
 
 # Who starts decoders by this name; tests of what a start or an end does make their own.
 USERS = (

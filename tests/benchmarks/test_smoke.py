@@ -11,8 +11,8 @@ import torch
 from making import CPU
 from training import diffusers_model
 
+from leandit.tools.plan.synthetic import synthetic_batch
 from leandit.tools.plan.workload import workload_at_resolution
-from leandit.tools.synthetic.batches import synthetic_batch
 from leandit.train.config import load
 from leandit.train.models.build import build_model
 from leandit.train.models.conditioning import Conditioner

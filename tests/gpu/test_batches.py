@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from noise_store import make_store
 
 from leandit.datasets.batches.batch import Batch
 from leandit.datasets.loader import make_loader
 from leandit.datasets.store import LatentStore
-from leandit.tools.synthetic.store import make_store
 from leandit.train.run.data import endless
 
 BATCHES, AHEAD = 60, 4

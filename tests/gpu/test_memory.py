@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from making import caption_recipe, train_recipe
+from noise_store import make_store
 from planner import CHECKPOINTED, Case, measured_apart, planner_job, predicted_peak
 
 from leandit.datasets.store import LatentStore
 from leandit.tools.plan.dry_run import describe_precompute
-from leandit.tools.synthetic.store import make_store
 from leandit.train.run.state import Run
 from leandit.train.step import fit_microbatch, train_step
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from making import train_recipe
+from noise_store import make_store
 from safetensors.torch import load_file
 
-from leandit.tools.synthetic.store import make_store
 from leandit.train.loop import StopRequest, train
 from leandit.train.metrics.history import StepReport
 

@@ -21,7 +21,7 @@ from leandit.train import loop
 from leandit.train.loop import train
 from leandit.train.metrics.history import StepReport
 from leandit.train.metrics.meter import StepResult
-from leandit.train.optim import loss_scale
+from leandit.train.optim import precision
 from leandit.train.parallel import build, deepspeed_engine
 from leandit.train.parallel.stop import StopRequest
 from leandit.train.run import state as run_state
@@ -118,7 +118,7 @@ def main() -> None:
             compile_eagerly()
         if job.get("counts"):
             count_weights()
-        loss_scale.FIRST_SCALE = job.get("first_scale", 2.0**16)
+        precision.FIRST_SCALE = job.get("first_scale", 2.0**16)
         if job.get("keeps_latents"):
             Decoding.start = lambda _: None
         if at := job.get(f"fail_{rank}"):

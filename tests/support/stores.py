@@ -23,6 +23,7 @@ from making import (
     smooth_image,
     write_metadata,
 )
+from noise_store import make_store
 
 from leandit.datasets.disk.hashing import canonical_json
 from leandit.datasets.format.layout import CaptionLayout
@@ -35,7 +36,6 @@ from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.remake import DeepReport, deep_check
 from leandit.precompute.sources.several import SourcePaths
 from leandit.tools.inspection.verify import check, loaded_runner
-from leandit.tools.synthetic.store import make_store
 
 SHARD_ROWS = 2  # so that a store of a dozen images has a dozen shards
 

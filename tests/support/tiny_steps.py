@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from leandit.datasets.batches.batch import Batch
+from leandit.tools.plan.synthetic import synthetic_batch, synthetic_run
 from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
-from leandit.tools.synthetic.batches import synthetic_batch, synthetic_run
 from leandit.train.config import load
 from leandit.train.metrics.meter import StepResult
 from leandit.train.run.state import Run

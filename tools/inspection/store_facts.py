@@ -11,13 +11,14 @@ import pyarrow as pa
 import pyarrow.compute
 
 from ...datasets.disk.cached import cached_property
-from ...datasets.format.row_layout import COMPANIONS, FEATURES, caption_folder, caption_rows
-from ...datasets.format.schema import LatentStatistics, TextEncoder
+from ...datasets.format.layout import MANIFEST, revision_prefix
+from ...datasets.format.row_layout import CAPTION_PART, COMPANIONS, FEATURES, caption_folder, caption_rows
+from ...datasets.format.schema import LatentStatistics, Manifest, TextEncoder
 from ...datasets.format.table_schemas import suffixes
-from ...datasets.format.token_dtypes import widen_latents
+from ...datasets.format.token_dtypes import token_bytes, widen_latents
+from ...datasets.revisions.catalog import read_manifest, sealed_revisions
 from ...datasets.revisions.latent_statistics import statistics_of
 from ...datasets.store import LatentStore, Record
-from .store_files import StoreFiles, padded_bytes
 
 pc: Any = pyarrow.compute  # defined at run time, so type checkers do not know its functions
 
@@ -37,7 +38,6 @@ class StoreFacts:
     def __init__(self, store: LatentStore) -> None:
         self.store, self.spec = store, store.spec
         self.path = store.remote.url if store.remote else str(store.path)
-        self.files = StoreFiles(store)
 
     def to_json(self) -> dict[str, Any]:
         """The facts of ``leandit inspect --json``, as plain values."""
@@ -54,7 +54,7 @@ class StoreFacts:
             "num_captions": store.captions.num_rows,
             "num_caption_tokens": self.num_caption_tokens,
             **next(iter(texts.values()), dict.fromkeys(("caption_tokens", "caption_quality"))),
-            "bytes": self.files.parts,
+            "bytes": self.part_bytes,
             "images": spec.images.model_dump(),
             "latent": spec.latent.model_dump(),
             "text": spec.text and spec.text.model_dump(),
@@ -129,6 +129,45 @@ class StoreFacts:
             ],
         }
 
+    # Files
+
+    @cached_property
+    def file_sizes(self) -> dict[str, int]:
+        """Bytes of every file of the store."""
+        if self.store.manifest:
+            return {entry.path: entry.bytes for entry in self.store.manifest.files}
+        files = (path for path in self.store.path.rglob("*") if path.is_file())
+        return {path.relative_to(self.store.path).as_posix(): path.stat().st_size for path in files}
+
+    @cached_property
+    def part_bytes(self) -> dict[str, int]:
+        """Bytes on disk of each part of the store, and in total."""
+        store = self.store
+        groups = [*(f"feature {name}" for name in store.features), *(f"companion {name}" for name in store.companions)]
+        texts = [f"captions {name}".strip() for name in store.texts or [""]]
+        parts = dict.fromkeys(["latents", *groups, *texts, "tables and metadata"], 0)
+        for path, size in self.file_sizes.items():
+            parts[_part_of(path)] += size
+        return parts | {"total": sum(self.file_sizes.values())}
+
+    def array_bytes(self, part: str) -> int:
+        """Bytes of the shards whose path contains a part."""
+        return sum(size for path, size in self.file_sizes.items() if part in path and "/c/" in path)
+
+    def bytes_per_record(self, part: str) -> float:
+        """As ``array_bytes``, over the stored records."""
+        return round(self.array_bytes(part) / max(1, len(self.store)), 1)
+
+    @cached_property
+    def revisions(self) -> list[tuple[Manifest, float]]:
+        """Complete revisions up to the opened one, in order, and the date of each seal in seconds since 1970."""
+        path, newest = self.store.path, self.store.revision if self.store.manifest else 0
+        numbers = [number for number in sealed_revisions(path) if number <= newest] if newest else []
+        return [
+            (read_manifest(path, number), (path / f"{revision_prefix(number)}{MANIFEST}").stat().st_mtime)
+            for number in numbers
+        ]
+
     # Captions
 
     @cached_property
@@ -200,7 +239,7 @@ class StoreFacts:
         The cosine of a caption is the smallest cosine between one of its tokens as encoded and as stored.
         """
         captions, folder, suffix = self.store.captions, caption_folder(encoder.name), suffixes(self.spec)[encoder.name]
-        shards = sum(self.files.array_bytes(f"{folder}/{array}/c/") for array in caption_rows(encoder.spec))
+        shards = sum(self.array_bytes(f"{folder}/{array}/c/") for array in caption_rows(encoder.spec))
         each, cosines = shards / captions.num_rows, captions[f"min_cosine{suffix}"]
         return {
             "num_measured": len(cosines) - cosines.null_count,
@@ -224,7 +263,7 @@ class StoreFacts:
         return {
             one.name: {
                 "spec": one.spec.model_dump(),
-                "bytes_per_record": self.files.bytes_per_record(f"/{FEATURES}/{one.name}/"),
+                "bytes_per_record": self.bytes_per_record(f"/{FEATURES}/{one.name}/"),
                 **_quality(*self.store.record_columns((f"min_cosine_{one.name}", f"max_error_{one.name}"))),
             }
             for one in self.spec.features
@@ -239,7 +278,7 @@ class StoreFacts:
                 "column": one.column,
                 "kind": one.kind,
                 "row_shape": list(self.store.companion(one.name, bucket).row_shape) if bucket else None,
-                "bytes_per_record": self.files.bytes_per_record(f"/{COMPANIONS}/{one.name}/"),
+                "bytes_per_record": self.bytes_per_record(f"/{COMPANIONS}/{one.name}/"),
             }
             for one in self.spec.companions
         }
@@ -283,6 +322,27 @@ class StoreFacts:
             "channel_std": [round(value, 4) for value in self.statistics.channel_std],
             "suspicious_channels": self.suspicious_channels,
         }
+
+
+def padded_bytes(encoder: TextEncoder) -> int:
+    """Bytes of a caption of a text encoder at its largest length, in float16."""
+    spec = encoder.spec
+    tokens = token_bytes(spec.width, "float16") * spec.max_tokens if spec.has_tokens else 0
+    return tokens + token_bytes(spec.pooled_width, "float16")
+
+
+def _part_of(path: str) -> str:
+    """The part of a store that a file belongs to, for a person."""
+    folder, _, key = path.partition("/c/")
+    names = folder.split("/")
+    if not key:
+        return "tables and metadata"
+    for parent, part in ((FEATURES, "feature"), (COMPANIONS, "companion")):
+        if parent in names:
+            return f"{part} {names[-2]}"
+    if "buckets" in names:
+        return "latents"
+    return "captions" if names[-2] == CAPTION_PART else f"captions {names[-2]}"
 
 
 def describe_record(store: LatentStore, record: Record) -> dict[str, Any]:

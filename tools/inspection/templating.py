@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from ...datasets.units import readable_size, readable_time
+from ...datasets.units import plural, readable_size, readable_time
 from ..terminal.text import printable
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -41,7 +41,7 @@ def environment(*, html: bool = True) -> jinja2.Environment:
         "number": number,
         "percent": lambda value, digits=1: f"{value:.{digits}%}",
         "share": share,
-        "things": things,
+        "plural": plural,
         "utc": utc,
     }
     return templates
@@ -76,11 +76,6 @@ def visible(value: Any) -> Any:
 def isolated(value: object) -> Markup:
     """A text of a store or run as an element of its own, whose direction leaves its surroundings alone."""
     return Markup(f"<bdi>{escape(visible(str(value)))}</bdi>")
-
-
-def things(number: int, noun: str) -> str:
-    """A count of things: "1 record", "1,281,167 records"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def number(value: float | None, digits: int = 4) -> str:

@@ -46,7 +46,7 @@ from ...train.parallel.deepspeed_config import merge, read_config
 from ...train.parallel.deepspeed_engine import apply_ds_config
 from ...train.parallel.ranks import read_ranks
 from ...train.run.fit import model_for_stores
-from ...train.run.stores import open_stores
+from ...train.run.manifest import open_stores
 from ..terminal.outcome import change_rows, computed_precision
 from ..terminal.progress import ProgressLine
 from ..terminal.text import Rows

@@ -48,9 +48,9 @@ from ...train.parallel.ranks import ALONE, Ranks
 from ...train.run import state as state_module
 from ...train.run.state import Run
 from ...train.step import train_step
-from ..synthetic.batches import synthetic_batch, synthetic_run
 from . import step_memory
 from .step_memory import ACTIVATIONS, CATEGORIES, EMA, GRADIENTS, OPTIMIZER, PARAMETERS, StepMemory, Strategy, Traced
+from .synthetic import synthetic_batch, synthetic_run
 
 CPU = torch.device("cpu")
 ROUNDING = {"cuda": 512, "cpu": 1}  # bytes that the allocator rounds up to (CUDACachingAllocator: kMinBlockSize)

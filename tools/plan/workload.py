@@ -17,9 +17,9 @@ from ...train.models.build import FAMILIES, family_of
 from ...train.models.spec import ModelSpec
 from ...train.run.data import longest_caption
 from ...train.run.fit import model_for_stores, model_spec
-from ...train.run.stores import open_stores
+from ...train.run.manifest import open_stores
 from ...train.techniques.registry import features_of
-from ..synthetic.store import noise_spec
+from .noise_spec import noise_spec
 
 TOKENS, TEXT_WIDTH = 300, 4096  # of a caption, without a store: PixArt-Sigma's
 CLIP_TOKENS = 77
@@ -127,7 +127,7 @@ def workload_at_resolution(recipe: TrainRecipe, resolution_px: int) -> TrainingW
     family = FAMILIES.get(family_of(recipe.model.name) or "")
     width = 0 if texts else family.text_width if family else TEXT_WIDTH
     store = noise_spec(
-        {bucket: 1},
+        [bucket],
         channels,
         classes,
         TOKENS,

@@ -165,7 +165,7 @@ def read_own_image(path: Path, buckets: Sequence[str]) -> tuple[np.ndarray, str,
         with Decoders(1) as decoders:
             size = decoders.size(*place)
             assert size, "a file has all bytes"
-            bucket = assign_bucket(*size, [(height / width, height, width) for height, width in sizes])
+            bucket = assign_bucket(*size, tuple((height / width, height, width) for height, width in sizes))
             if bucket is None:
                 raise SourceError(
                     f"--image '{path}': {size[0]}x{size[1]} px, expected a longer side of at most {MAX_RATIO:g} times "

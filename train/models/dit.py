@@ -221,15 +221,20 @@ class DiT(GridModel):
     ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
         """The blocks, with only some tokens in the routed ones; projections of tokens, and the watched block's."""
         has_class = self.class_token is not None
-        rows = None if extras.kept is None else rows_kept(extras.kept, has_class=has_class)
+        rows = extras.kept  # (B, K) places in the sequence, which the class token begins; it always stays
+        if rows is not None and has_class:
+            rows = torch.cat([rows.new_zeros(len(rows), 1), rows + 1], dim=1)
         before, kept_rotation, projected, watched = x, rotation, dict[str, Tensor](), None
         values = kept_values = None
         for number, block in enumerate(self.blocks, 1):
             if number == self.routed[0]:
                 before = x
                 if rows is not None:
-                    x, kept_rotation = take_tokens(x, rows), rotation and take_rotation(rotation, rows)
-                    kept_values = None if values is None else take_values(values, rows)
+                    x = x.take_along_dim(rows[:, :, None], 1)
+                    if rotation is not None:  # (B, 1, K, 2, d/4) each, the same for all heads
+                        kept_rotation = rotation[0][rows][:, None], rotation[1][rows][:, None]
+                    if values is not None:  # (B, heads, K, d)
+                        kept_values = values.take_along_dim(rows[:, None, :, None], 2)
             x = block(x, c, kept_rotation, captions, layout, kept_values)
             if isinstance(x, tuple):  # the first block with a value residual
                 x, values = x
@@ -257,30 +262,9 @@ class DiT(GridModel):
 # ------------------------------------------------------------------------------------------------- tokens that skip
 
 
-def rows_kept(kept: Tensor, *, has_class: bool) -> Tensor:
-    """(B, K) image tokens to their places in the sequence; the class token is always kept."""
-    return torch.cat([kept.new_zeros(len(kept), 1), kept + 1], dim=1) if has_class else kept
-
-
-def take_tokens(x: Tensor, rows: Tensor) -> Tensor:
-    """(B, T, E) to (B, K, E)."""
-    return x.gather(1, rows[:, :, None].expand(-1, -1, x.shape[2]))
-
-
 def put_tokens(x: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
     """(B, T, E) with the tokens (B, K, E) in their rows, as a new tensor."""
     return x.scatter(1, rows[:, :, None].expand(-1, -1, x.shape[2]), tokens)
-
-
-def take_rotation(rotation: Rotation, rows: Tensor) -> Rotation:
-    """Rotation of the tokens of each image, (B, 1, K, 2, d/4): the same for all heads."""
-    cos, sin = (part[rows][:, None] for part in rotation)
-    return cos, sin
-
-
-def take_values(values: Tensor, rows: Tensor) -> Tensor:
-    """Values (B, heads, T, d) of the tokens of each image, (B, heads, K, d)."""
-    return values.gather(2, rows[:, None, :, None].expand(-1, values.shape[1], -1, values.shape[3]))
 
 
 def with_class_rotation(rotation: Rotation) -> Rotation:

@@ -7,31 +7,16 @@ Both quantize alike (Dettmers et al. 2021, block-wise dynamic quantization).
 from __future__ import annotations
 
 import contextlib
-import logging
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from ..models.diffusers.model import without_warnings
 from .state import CODES, SCALE
 
-
-@contextlib.contextmanager
-def _without_noise() -> Iterator[None]:
-    """Silence torchao's warnings about missing extensions that are not used here."""
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-with _without_noise():
+with without_warnings():  # about missing extensions that are not used here
     import torchao.optim
     from torchao.optim.subclass_8bit import OptimState8bit
 

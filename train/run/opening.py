@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
+from ... import __version__
+from ...datasets.disk.hashing import sha256_of
+from ...datasets.recipe import flatten
+from ...datasets.store import LatentStore
 from ..config import TrainRecipe
 from ..metrics.flops import meta_model, shortened
 from ..metrics.writer import check_wandb
 from ..models.build import family_of, patch_of
 from ..models.diffusers.adapters import trained_parameters
 from ..optim.ema import build_rules, first_share
+from ..parallel.deepspeed_config import read_config
 from ..parallel.deepspeed_engine import apply_ds_config
 from ..parallel.ranks import Ranks, agree, choose_strategy
 from ..weights.checkpoint import YOUNG
 from .checkpoints import start_or_resume
 from .evaluation.grids import own_subjects
 from .evaluation.held_out import Evaluation
-from .manifest import read_run_manifest, run_lock
+from .manifest import open_stores, read_run_manifest, run_lock
 from .state import Run
-from .stores import inputs_of, open_stores
 
 LOG = logging.getLogger(__name__)
 
@@ -60,6 +64,17 @@ def open_run(
     with run_lock(folder) if ranks.is_first else contextlib.nullcontext():
         start_or_resume(run, folder, manifest, warn)
         yield run, evaluation
+
+
+def inputs_of(recipe: TrainRecipe, stores: Sequence[LatentStore]) -> dict[str, object]:
+    """What all ranks must agree on."""
+    inputs: dict[str, object] = {"release": __version__, "torch": torch.__version__}
+    for number, store in enumerate(stores, 1):
+        which = f" of store {number}" if len(stores) > 1 else ""
+        inputs |= {f"revision{which}": store.revision, f"root hash{which}": store.root_hash}
+    if path := recipe.parallel.deepspeed_config:
+        inputs["ds_config.json"] = sha256_of(read_config(path))
+    return inputs | flatten(recipe.model_dump())
 
 
 def origin_lines(run: Run, folder: Path) -> Iterator[str]:

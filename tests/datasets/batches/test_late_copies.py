@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from noise_store import make_store
 
 from leandit.datasets.batches.batch import Batch
 from leandit.datasets.batches.latents import final_latents
 from leandit.datasets.loader import BatchLoader, make_loader
 from leandit.datasets.store import LatentStore
-from leandit.tools.synthetic.store import make_store
 
 BATCHES = 40
 Work = Callable[[], Any]

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import pytest
 from faults import flip
+from noise_store import make_store
 from stores import bytes_in, copy_of, files_of, make_plain, small_shards
 
 from leandit.datasets.errors import DamageError, RecipeError
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.findings import shard_place
 from leandit.datasets.store import LatentStore
-from leandit.tools.synthetic.store import make_store
 
 
 class Damaged(NamedTuple):

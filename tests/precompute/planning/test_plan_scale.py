@@ -47,7 +47,7 @@ from leandit.precompute.sources.files.files import LocalFiles
 from leandit.precompute.sources.files.record import SourceRecord
 from leandit.precompute.sources.listing import listing
 from leandit.precompute.sources.source import Source
-from leandit.tools.synthetic.store import noise_spec
+from leandit.tools.plan.noise_spec import noise_spec
 
 MAX_TOKENS = 6
 RECIPE = caption_recipe(f"text.max_tokens={MAX_TOKENS}", "source.sizes=manifest", "source.max_reject_share=1")

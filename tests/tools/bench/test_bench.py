@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from forked import run_forked
 from making import tree_digest
+from noise_store import make_store
 
 from leandit.datasets.store import LatentStore
 from leandit.tools.cli.main import main
-from leandit.tools.synthetic.store import make_store
 
 FIGURES = {"first_batch_ms", "records_per_second", "limit_records_per_second", "ratio"}
 Bench = Callable[..., tuple[int, str, str]]

@@ -25,6 +25,7 @@ from click.testing import CliRunner
 from faults import flip, without_seal
 from forked import IN_TURN, run_forked
 from making import LABEL_RECIPE, ROOT, TRAIN_RECIPE, Ended, Leandit, all_commands, encode, label_recipe, tree_digest
+from noise_store import make_store
 from safetensors.torch import load_file
 
 from leandit import __version__
@@ -33,7 +34,6 @@ from leandit.datasets.recipe import shipped_recipes
 from leandit.datasets.store import LatentStore
 from leandit.tools.cli.commands import app
 from leandit.tools.cli.options import written_path
-from leandit.tools.synthetic.store import make_store
 
 SCRIPT = Path(sys.executable).with_name("leandit")
 SHARD = "buckets/32x32/moments/c/0/0/0/0"

@@ -11,12 +11,12 @@ from urllib.parse import urlsplit
 import pytest
 from browsing import Watched, chromium, viewed
 from making import no_progress
+from noise_store import make_store
 from runs import LINES, make_grid, make_run, report_line
 from view_sites import CONTROL, MARKUP, RIGHT_TO_LEFT, hostile_store
 
 from leandit.tools.inspection.report.run import report_run
 from leandit.tools.inspection.report.store_page import report_store
-from leandit.tools.synthetic.store import make_store
 from leandit.tools.terminal.text import printable
 
 if TYPE_CHECKING:

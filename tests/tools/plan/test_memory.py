@@ -34,10 +34,10 @@ from leandit.tools.plan.step_memory import (
     trace_steps,
 )
 from leandit.tools.plan.strategies import SINGLE, with_ds_config
+from leandit.tools.plan.synthetic import synthetic_run
 from leandit.tools.plan.tracing import check_line
 from leandit.tools.plan.training import measured_mfu, plan, render
 from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
-from leandit.tools.synthetic.batches import synthetic_run
 from leandit.train.config import load
 
 ADAMW = "optimizer.name=adamw"  # the demo takes Muon

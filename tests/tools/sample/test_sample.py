@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from making import CPU, caption_recipe, label_recipe, no_progress, train_recipe
+from noise_store import make_store
 from PIL import Image
 from tiny_autoencoders import save_autoencoder
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -27,7 +28,6 @@ from leandit.tools.sample.request import SampleRequest
 from leandit.tools.sample.sample import sample_grid, sample_set
 from leandit.tools.sample.sampler import check_request, open_sampler
 from leandit.tools.sample.subjects import Captions
-from leandit.tools.synthetic.store import make_store
 from leandit.train.sampling.snapshot import load_snapshot
 from leandit.train.weights.published import official_bytes
 

@@ -15,8 +15,8 @@ from making import CPU, train_recipe
 
 from leandit.datasets.errors import RecipeError, RunError
 from leandit.datasets.store import LatentStore
+from leandit.tools.plan.synthetic import synthetic_batch, synthetic_run
 from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
-from leandit.tools.synthetic.batches import synthetic_batch, synthetic_run
 from leandit.tools.terminal.progress import train_note
 from leandit.train.config import load
 from leandit.train.metrics.history import StepReport

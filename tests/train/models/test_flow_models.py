@@ -13,7 +13,7 @@ from torch import Tensor
 from leandit.datasets.batches.captions import Captions
 from leandit.datasets.errors import RecipeError, RunError
 from leandit.datasets.format.schema import TextSpec
-from leandit.tools.synthetic.store import noise_spec
+from leandit.tools.plan.noise_spec import noise_spec
 from leandit.train.models.build import FAMILIES, diffusers_config, transformer_class
 from leandit.train.models.conditioning import Conditioning
 from leandit.train.models.spec import ModelSpec, TextInput

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from making import CPU, no_progress, train_recipe
+from noise_store import make_store
 from runs import run_to
 
 from leandit.datasets.batches.batch import Batch
@@ -19,7 +20,6 @@ from leandit.datasets.format.buckets import bucket_size
 from leandit.datasets.format.schema import LatentStatistics
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.store import LatentStore
-from leandit.tools.synthetic.store import make_store
 from leandit.train.run.data import build_loader
 from leandit.train.run.fit import model_spec
 from leandit.train.run.manifest import read_run_manifest

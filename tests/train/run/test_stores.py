@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from making import CPU, TRAIN_RECIPE
+from noise_store import make_store
 from runs import bits
 
 from leandit.datasets.errors import RecipeError, RunError
@@ -18,7 +19,6 @@ from leandit.datasets.recipe import parse_recipe, to_toml
 from leandit.datasets.store import LatentStore
 from leandit.tools.plan.dry_run import describe_train
 from leandit.tools.plan.workload import workload_of_stores
-from leandit.tools.synthetic.store import make_store
 from leandit.train import loop
 from leandit.train.config import TrainRecipe, load
 from leandit.train.loop import Outcome, StopRequest, train

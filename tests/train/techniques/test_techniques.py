@@ -110,7 +110,7 @@ import torch
 for name in [name for name in sys.modules if name.partition(".")[0] == "leandit"]:
     del sys.modules[name]
 from leandit.tools.plan.workload import workload_at_resolution
-from leandit.tools.synthetic.batches import synthetic_batch, synthetic_run
+from leandit.tools.plan.synthetic import synthetic_batch, synthetic_run
 from leandit.train import step
 from leandit.train.config import load
 from leandit.train.models.dit import SIZES

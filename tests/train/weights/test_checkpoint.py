@@ -27,9 +27,8 @@ from leandit.train.config import TrainRecipe
 from leandit.train.loop import Outcome, StopRequest, train
 from leandit.train.run.checkpoints import GROUPS, capture, due, start_or_resume, write
 from leandit.train.run.data import endless
-from leandit.train.run.manifest import read_run_manifest
+from leandit.train.run.manifest import open_stores, read_run_manifest
 from leandit.train.run.state import Run
-from leandit.train.run.stores import open_stores
 from leandit.train.sampling.snapshot import load_snapshot
 from leandit.train.step import train_step
 from leandit.train.weights import checkpoint

@@ -14,12 +14,13 @@ from ....datasets.disk.cached import cached_property
 from ....datasets.errors import DamageError, LeanditError
 from ....datasets.recipe import flatten, shipped_recipes
 from ....datasets.store import LatentStore
+from ....datasets.units import plural
 from ....train.config import PACKAGE, load
 from ....train.metrics.history import read_history, read_starts, whole_lines
 from ....train.run.evaluation.decoding import IMAGE, LATENTS, grid_files
 from ....train.run.manifest import StoreRead, read_run_manifest
 from ....train.weights.folders import CHECKPOINT, EVALUATIONS, RECIPE, RUN, SAMPLES, find
-from ..templating import Rows, things
+from ..templating import Rows
 
 SCORES = ("frechet", "kid", "cmmd", "precision", "recall", "density", "coverage", "clip_score")
 ABSENT = "-"
@@ -178,7 +179,7 @@ def _describe_store(run: Path, read: StoreRead) -> Rows:
         return rows | {"not opened": [str(error)]}
     if read.root_hash and store.root_hash != read.root_hash:
         rows["another store"] = [f"the one there now has root hash {store.root_hash}"]
-    rows["records"] = [f"{sum(store.buckets.values()):,} in {things(len(store.buckets), 'bucket')}"]
+    rows["records"] = [f"{sum(store.buckets.values()):,} in {plural(len(store.buckets), 'bucket')}"]
     spec = store.spec
     encoders = {"autoencoder": spec.vae, "text encoder": spec.text_encoder}
     encoders |= {f"text {text.name}": text.encoder for text in spec.texts}

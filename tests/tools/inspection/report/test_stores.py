@@ -23,6 +23,7 @@ from making import (
     smooth_image,
     write_metadata,
 )
+from noise_store import make_store
 from stores import rewrite_recipe
 from typer.testing import CliRunner
 from view_sites import Elements, hostile_store
@@ -34,7 +35,6 @@ from leandit.tools.cli.commands import app
 from leandit.tools.inspection.report import store_page
 from leandit.tools.inspection.report.rules import TABLE, alerts_of
 from leandit.tools.inspection.store_facts import StoreFacts
-from leandit.tools.synthetic.store import make_store
 
 NUM_COPIES = 3
 SECTIONS = ("buckets", "captions", "classes", "latents")  # that have charts

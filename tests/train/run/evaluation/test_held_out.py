@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from making import CPU, train_recipe
+from noise_store import make_store
 from ranks import run_ranks
 from runs import EVERY, HOLDOUT, assert_same_training, losses_held_out, run_to
 from safetensors.torch import load_file
@@ -22,7 +23,6 @@ from leandit.datasets.batches.latents import final_latents, keyed_noise
 from leandit.datasets.errors import RecipeError, RunError
 from leandit.datasets.order.filters import is_held_out
 from leandit.datasets.store import LatentStore
-from leandit.tools.synthetic.store import make_store
 from leandit.train.metrics.history import HeldOutLoss
 from leandit.train.objectives.losses import PLAIN, noised, objective_losses
 from leandit.train.run.evaluation.decoding import Decoding

@@ -12,33 +12,20 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ... import __version__
-from ...datasets.format.layout import Part
-from ...datasets.format.row_layout import LATENTS, POOLED
-from ...datasets.format.schema import (
-    FORMAT_VERSION,
-    CompanionSpec,
-    EncoderIdentity,
-    FeatureEncoder,
-    FeatureSpec,
-    ImageSpec,
-    LatentSpec,
-    Manifest,
-    StoreSpec,
-    TextEncoder,
-    TextSpec,
-)
-from ...datasets.format.table_schemas import PLAN_SCHEMA, STORED, plan_schema
-from ...datasets.format.token_dtypes import INT8_LIMIT
-from ...datasets.format.zarr_shard import ArrayLayout
-from ...datasets.revisions.commits import new_results
-from ...datasets.revisions.plan import FrozenPlan, first_plan, freeze_plan
-from ...datasets.revisions.writer import StoreWriter, row_checksum
+from leandit.datasets.format.layout import Part
+from leandit.datasets.format.row_layout import LATENTS, POOLED
+from leandit.datasets.format.schema import FeatureSpec, Manifest, StoreSpec, TextSpec
+from leandit.datasets.format.table_schemas import PLAN_SCHEMA, STORED, plan_schema
+from leandit.datasets.format.token_dtypes import INT8_LIMIT
+from leandit.datasets.format.zarr_shard import ArrayLayout
+from leandit.datasets.revisions.commits import new_results
+from leandit.datasets.revisions.plan import FrozenPlan, first_plan, freeze_plan
+from leandit.datasets.revisions.writer import StoreWriter, row_checksum
+from leandit.tools.plan.noise_spec import DOWNSCALE, RESOLUTION_PX, noise_spec
 
 NUMBER_BASE = 2048  # integers up to this are exact in float16
 NUMBER_DIGITS = 4
 POOL_ROWS = 257  # of noise; a prime, so shards do not repeat each other
-DOWNSCALE, RESOLUTION_PX = 8, 256
 
 
 def make_store(
@@ -171,46 +158,3 @@ def _plan(
     }
     of_first = counts.pop(next(iter(counts))) if counts else lengths
     return first_plan(spec, "synthetic", records, texts=texts, num_tokens=of_first, further=counts)
-
-
-def noise_spec(
-    buckets: Mapping[str, int],
-    channels: int,
-    num_classes: int,
-    max_tokens: int,
-    text_width: int,
-    shard_mib: int,
-    codec: str,
-    *,
-    text_dtype: str = "float16",
-    texts: Mapping[str, TextSpec] = {},
-    features: Mapping[str, FeatureSpec] = {},
-    companions: Sequence[str] = (),
-    downscale: int = DOWNSCALE,
-    resolution_px: int = RESOLUTION_PX,
-) -> StoreSpec:
-    """Description of a store of noise; the arguments are those of ``make_store``, and names of companion images."""
-    numbers: dict[str, Any] = {"config": {}, "weights_sha256": "0" * 64, "tokenizer_sha256": None, "libraries": {}}
-    noise = EncoderIdentity(model="noise", revision=None, class_name="Noise", dtype="float32", **numbers)
-    own_text: dict[str, Any] = {"kind": "t5", "width": text_width, "max_tokens": max_tokens, "dtype": text_dtype}
-    text = TextSpec(**own_text, template="", batch_size=64) if max_tokens and text_width else None
-    images: dict[str, Any] = {"crop": "bucket", "resize_filter": "none", "colour": "none", "libraries": {}}
-    latent: dict[str, Any] = {"array": "latents", "kind": "latent", "dtype": "float16", "flip": False, "tile_px": 0}
-    latent |= {"channels": channels, "stored_channels": channels, "downscale": downscale, "batch_size": 32}
-    return StoreSpec(
-        format_version=FORMAT_VERSION,
-        leandit_version=__version__,
-        fingerprint="",
-        images=ImageSpec(resolution_px=resolution_px, buckets=list(buckets), **images),
-        latent=LatentSpec(**latent, shift=[0.0] * channels, scale=[1.0] * channels),
-        text=text,
-        vae=noise,
-        text_encoder=noise if text else None,
-        texts=[TextEncoder(name=name, spec=one, encoder=noise) for name, one in texts.items()],
-        features=[FeatureEncoder(name=name, spec=one, encoder=noise) for name, one in features.items()],
-        companions=[CompanionSpec(name=name, column=name, kind="image") for name in companions],
-        classes=[f"{label:04d}" for label in range(num_classes)] or None,
-        shard_mib=shard_mib,
-        codec=codec,
-        recipe={"vae": {"model": "noise"}, "text": {"model": "noise"}},
-    ).with_fingerprint()

@@ -1,4 +1,4 @@
-"""A run and batches of noise, without a store, for measurements and traces."""
+"""A run with random weights and batches of noise, without a store, for traces and measurements."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ...datasets.batches.captions import Captions
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.schema import FeatureSpec, StoreSpec
 from ...train.config import TrainRecipe
+from ...train.metrics.flops import latent_size_of
 from ...train.models.spec import ModelSpec
 from ...train.parallel.ranks import ALONE, Ranks
 from ...train.run.state import Run, build_run
@@ -48,7 +49,7 @@ def synthetic_batch(
       tokens: of each caption of ``[text]``, for a store with text; those of others are of full length. 0: no captions.
     """
     latent = store.latent
-    height, width = (int(side) // latent.downscale for side in bucket.split("x"))
+    height, width = latent_size_of(bucket, latent)
     texts = {}
     for one in store.text_encoders if tokens > 0 else ():
         length = one.spec.max_tokens if one.name else tokens

@@ -1,1 +1,0 @@
-"""Stores and batches of noise, of any size."""
