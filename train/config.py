@@ -279,7 +279,7 @@ class TrainRecipe(TechniqueSections, _ModelRecipe):
 
     @model_serializer(mode="wrap")
     def _without_empty_tables(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """As the file has it: no [align] without a feature."""
+        """Leave out [align] where it is empty, as a recipe file does."""
         return {key: value for key, value in serialise(self).items() if value or key != "align"}
 
     @model_validator(mode="after")

@@ -30,7 +30,7 @@ FIGURES: dict[str, tuple[Callable[[list[float]], float], str, str, str, str]] = 
     "peak_gib": (max, "memory_gib", "peak memory", "{:.1f}", " GiB"),
     "mfu": (mean, "mfu", "MFU", "{:.1%}", ""),
 }
-"""Of each figure: how a round sums up its reports, their attribute, and the title, form and unit of its line."""
+"""For each figure: how a round sums up its reports, their attribute, and the title, form and unit of its line."""
 
 
 def measure(

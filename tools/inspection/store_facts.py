@@ -155,7 +155,7 @@ class StoreFacts:
         return sum(size for path, size in self.file_sizes.items() if part in path and "/c/" in path)
 
     def bytes_per_record(self, part: str) -> float:
-        """As ``array_bytes``, over the stored records."""
+        """Bytes of the shards whose path contains a part, over the number of stored records."""
         return round(self.array_bytes(part) / max(1, len(self.store)), 1)
 
     @cached_property
@@ -259,7 +259,7 @@ class StoreFacts:
 
     @cached_property
     def features(self) -> dict[str, dict[str, Any]]:
-        """Features: what is stored of a record, bytes, and the quality of narrowed tokens, as of captions."""
+        """For each feature its spec, bytes a record, and the error of storing its tokens in a narrower dtype."""
         return {
             one.name: {
                 "spec": one.spec.model_dump(),

@@ -143,11 +143,11 @@ class Traced:
         return self.split.largest(room, batch=batch, most=most), self.split
 
     def scaled(self, shares: Mapping[str, float]) -> Traced:
-        """As ``StepMemory.scaled``."""
+        """Both steps with ``StepMemory.scaled``."""
         return Traced(self.whole.scaled(shares), self.split.scaled(shares))
 
     def offloaded(self, categories: Sequence[str]) -> Traced:
-        """As ``StepMemory.offloaded``."""
+        """Both steps with ``StepMemory.offloaded``."""
         return Traced(self.whole.offloaded(categories), self.split.offloaded(categories))
 
     @property

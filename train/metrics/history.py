@@ -288,7 +288,7 @@ def _parsed(kind: TypeAdapter[ReadT], path: Path, number: int, line: bytes, name
 
 
 def _numbers(values: Iterable[Any]) -> np.ndarray:
-    """As float64; NaN where a value is None, or no figure."""
+    """Convert to float64, with NaN where a value is None or beyond ``LARGEST``."""
     numbers = np.array(list(values), np.float64)
     numbers[np.abs(numbers) > LARGEST] = np.nan
     return numbers

@@ -57,7 +57,7 @@ class AdapterSpec(Frozen):
 
     @property
     def scale(self) -> float:
-        """Of the product."""
+        """The factor alpha / rank of the product."""
         return self.alpha / self.rank
 
 
@@ -123,7 +123,7 @@ class ModelSpec(Frozen):
 
     @property
     def class_width(self) -> int:
-        """Of the class token that the model denoises beside the latent (REG); 0: it denoises none."""
+        """Width of the class token that the model denoises beside the latent (REG); 0: it denoises none."""
         return next((one.feature_width for one in self.projectors.values() if one.has_class), 0)
 
     @property
@@ -138,5 +138,5 @@ class ModelSpec(Frozen):
 
     @property
     def pooled_width(self) -> int:
-        """Of the joined pooled vectors; 0: the model reads none."""
+        """Width of the joined pooled vectors; 0: the model reads none."""
         return sum(one.pooled_width for one in self.texts)

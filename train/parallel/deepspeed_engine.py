@@ -119,7 +119,7 @@ class DeepSpeedEngine(Engine):
 
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
-        """Around forward and backward; gradients are reduced after the last microbatch where possible."""
+        """The context of a forward and backward; gradients are reduced in that of the last one, where possible."""
         self._deepspeed.set_gradient_accumulation_boundary(last)
         yield
 
@@ -130,7 +130,7 @@ class DeepSpeedEngine(Engine):
         self._deepspeed.backward(loss * self._world_size)
 
     def update(self, step: int, *, learning_rate: float, grad_clip: float) -> tuple[Tensor, Tensor]:
-        """As ``Engine.update``; DeepSpeed clips, by the config, which has the value of the recipe."""
+        """See ``Engine.update``. DeepSpeed clips the gradients, to the value in its config, which is the recipe's."""
         for group in self._zero.param_groups:
             group["lr"] = learning_rate
         self._deepspeed.step()

@@ -71,7 +71,7 @@ class Engine:
 
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
-        """Around forward and backward; gradients are reduced after the last microbatch where possible."""
+        """The context of a forward and backward; gradients are reduced in that of the last one, where possible."""
         if isinstance(self.forward, DistributedDataParallel) and (self.is_trial or not last):
             with self.forward.no_sync():
                 yield

@@ -69,7 +69,7 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """Of a command that stopped: 130 after Ctrl-C on this rank, otherwise 75."""
+        """The exit code of a command that stopped: 130 after Ctrl-C on this rank, otherwise 75."""
         return EXIT_CTRL_C if self.signal == signal.SIGINT else EXIT_RESUMABLE
 
     @property

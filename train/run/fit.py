@@ -242,13 +242,13 @@ def _config_lacks(recipe: TrainRecipe, spec: ModelSpec) -> Iterator[str]:
 
 
 def _roles(recipe: TrainRecipe) -> tuple[TextInput, ...]:
-    """Of a model that reads several text encoders; otherwise none."""
+    """The text encoders that the model reads by role; empty for a model that reads that of ``[text]``."""
     family = family_of(recipe.model.name)
     return FAMILIES[family].texts if family else ()
 
 
 def _encoders(recipe: TrainRecipe, store: StoreSpec) -> list[TextEncoder]:
-    """Those of a store that fill the roles, in their order."""
+    """The text encoders of a store that fill the roles, in the order of the roles."""
     encoders = {encoder.name: encoder for encoder in store.text_encoders}
     return [encoders[name] for name in recipe.conditioning.texts or encoders]
 
@@ -308,7 +308,7 @@ def _input(role: TextInput, encoder: TextEncoder) -> TextInput:
 
 
 def _joined_width(inputs: tuple[TextInput, ...]) -> int:
-    """Of the widest tokens, with those beside them."""
+    """Width of the widest token, with those that are joined to it."""
     widths: list[int] = []
     for text in inputs:
         if text.beside:

@@ -90,7 +90,7 @@ def pipeline_scheduler(objective: ObjectiveSection, *, takes_flow_match: bool) -
 
 
 class Stepped(NamedTuple):
-    """As diffusers' schedulers return it."""
+    """The result of a step, with the field that diffusers' schedulers have."""
 
     prev_sample: Tensor
 

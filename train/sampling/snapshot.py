@@ -55,7 +55,7 @@ class Snapshot(SamplingModel):
 
     @property
     def warning(self) -> str | None:
-        """For the user, if much of the average is still the initial weights."""
+        """A sentence for the user if much of the average is still the initial weights, else None."""
         return checkpoint.young_average(self.path, self.state) if self.weights == "averaged" else None
 
     @property

@@ -103,7 +103,7 @@ class StoreSite:
         return HTMLResponse(page, status_code=status)
 
     def _cells(self, positions: list[int], query: Query) -> list[dict[str, Any]]:
-        """For each record its row, class, size, and the caption that has the words, or the first."""
+        """The values of each record for its cell; the caption is the one that has the words, else the first."""
         rows = self._tables.rows(positions)
         captions = self._tables.captions({number for row in rows for number in row["caption_ids"] or ()}, query.words)
         cells = []

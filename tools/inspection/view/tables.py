@@ -110,7 +110,7 @@ class Query:
 
     @property
     def words(self) -> list[str]:
-        """Those of ``q``; "several words" in quotes are one.
+        """The words of ``q``; "several words" in quotes are one.
 
         Raises: RecipeError: too many.
         """

@@ -70,7 +70,7 @@ def moments_of(images: ImageSet, network: Network, stage: str, progress: Progres
 
 
 def kept_moments(images: ImageSet, network: Network, file: Path | None, progress: Progress) -> Moments:
-    """As ``moments_of`` for a reference, read from a file if it exists, else written to it.
+    """Statistics of a reference: read from a file if it exists, else computed and written to it.
 
     Raises: RecipeError: the file holds other statistics.
     """

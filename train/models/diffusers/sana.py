@@ -59,6 +59,6 @@ class Sana(AdaLNSingle):
         return self.net.caption_norm(super().embed_captions(captions))
 
     def initialize_weights(self) -> None:
-        """With a small gain for the norm of captions; the output is Xavier too."""
+        """Initialize like PixArt, but the output too is Xavier, and the norm of captions has a small gain."""
         super().initialize_weights()
         nn.init.constant_(self.net.caption_norm.weight, CAPTION_NORM_GAIN)

@@ -43,7 +43,7 @@ class Subjects(NamedTuple):
     reference: Tensor | None = None
 
     def conditioning(self, conditioner: Conditioner, device: torch.device) -> Conditioning:
-        """Of all images, on a device."""
+        """The conditioning of all images, on a device."""
         if self.captions is None:
             return conditioner(torch.tensor(self.labels, device=device), {})
         given = conditioner(None, {name: text.to(device) for name, text in self.captions.items()})

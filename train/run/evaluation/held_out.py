@@ -100,7 +100,7 @@ class Evaluation:
         return HeldOutLoss(loss, averaged_loss, by_time, averaged_by_time, num_images, end - start, share)
 
     def groups(self, step: int) -> list[Group]:
-        """Those to evaluate at a step: of the stores of its stage, by their shares of the batches."""
+        """The groups of a step: the stores of its stage, each by its share of the batches."""
         turns = self._run.recipe.data.turns
         stage = {number: turn.share for number, turn in enumerate(turns) if turn.has(step)} or {0: 1.0}
         if stage != self._stage:
