@@ -37,7 +37,9 @@ Caption = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 class Section(BaseModel):
     """Base of every recipe model: frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class About(Section):

@@ -45,12 +45,16 @@ def read_file(path: Path, most: int = MAX_ARRAY_BYTES + MAX_HEADER) -> bytes:
     return content
 
 
-def npy_header(head: bytes, total_bytes: int) -> tuple[tuple[int, ...], np.dtype, bool, int]:
+def npy_header(
+    head: bytes, total_bytes: int, *, dtypes: Sequence[str] = DTYPES, most_bytes: int = MAX_ARRAY_BYTES
+) -> tuple[tuple[int, ...], np.dtype, bool, int]:
     """Shape, dtype, Fortran order and length of a .npy header.
 
     Args:
       head: at least the header.
       total_bytes: of the file; must match the header exactly.
+      dtypes: names of those that are expected.
+      most_bytes: of the array.
     Raises: ValueError: malformed, holds objects, or claims another size.
     """
     start = 10 if head[6:7] == b"\x01" else 12
@@ -64,10 +68,10 @@ def npy_header(head: bytes, total_bytes: int) -> tuple[tuple[int, ...], np.dtype
             shape, fortran, dtype = HEADERS[version](stream, max_header_size=MAX_HEADER)
     except (TokenError, SyntaxError, RecursionError, TypeError) as error:  # of headers that are no dictionaries
         raise ValueError(f"its header is not one of an array ({type(error).__name__})") from error
-    if dtype.hasobject or dtype.newbyteorder("=").name not in DTYPES:
-        raise ValueError(f"dtype {dtype}; expected one of {', '.join(DTYPES)} (objects are pickled, and refused)")
+    if dtype.hasobject or dtype.newbyteorder("=").name not in dtypes:
+        raise ValueError(f"dtype {dtype}; expected one of {', '.join(dtypes)} (objects are pickled, and refused)")
     claimed = math.prod(shape) * dtype.itemsize  # of Python's integers, which do not overflow
-    if min(shape, default=1) < 0 or claimed > MAX_ARRAY_BYTES or start + claimed != total_bytes:
+    if min(shape, default=1) < 0 or claimed > most_bytes or start + claimed != total_bytes:
         raise ValueError(f"the header claims shape {shape} of {dtype}, the file has {total_bytes} bytes")
     return shape, dtype, fortran, start
 

@@ -99,6 +99,9 @@ def report_line(number: int, num_lines: int = LINES) -> dict[str, Any]:
     return line | {"held_out": held_out if number % 4 == 0 else None}
 
 
+SPEC = {"name": "DiT-S/2", "channels": 4, "out_channels": 8, "num_classes": 10, "caption_width": 0, "base_size": 32}
+
+
 def make_run(
     run: Path,
     *overrides: str,
@@ -113,8 +116,7 @@ def make_run(
     steps = f"run.steps={lines * LOG_EVERY}"
     values = load(recipe, [steps, "data.holdout=0.1", *overrides]).model_dump()
     stores = [{"path": "../store", "revision": 1, "root_hash": "f" * 64}]
-    spec = {"name": "DiT-S/2", "channels": 4, "out_channels": 8, "num_classes": 10, "caption_width": 0, "base_size": 32}
-    (run / "run.json").write_text(json.dumps({"recipe": values, "stores": stores, "spec": spec}))
+    (run / "run.json").write_text(json.dumps({"recipe": values, "stores": stores, "spec": SPEC}))
     (run / "recipe.toml").write_text("[run]\n")
     written = []
     for number in range(1, lines + 1):

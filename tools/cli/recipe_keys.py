@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
-import inspect
 import json
-import textwrap
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel
@@ -58,13 +54,13 @@ def _keys_of(section: type[BaseModel], prefix: str, above: frozenset[str]) -> It
     Args:
       above: keys of the sections around it, which a table may have too: they are listed once.
     """
-    meanings, fields = _docstrings(section), section.model_fields
+    fields = section.model_fields
     for key, field in fields.items():
         if key in above:
             continue
         table = _section_in(field.annotation)
         default = "required" if field.is_required() else json.dumps(field.get_default(call_default_factory=True))
-        yield RecipeKey(f"{prefix}.{key}", default, " ".join(meanings[key].split()))
+        yield RecipeKey(f"{prefix}.{key}", default, " ".join((field.description or "").split()))
         if table:
             yield from _keys_of(table, f"{prefix}.{key}", above | fields.keys())
 
@@ -74,17 +70,3 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((section for inner in get_args(annotation) if (section := _section_in(inner))), None)
-
-
-def _docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """The text under each field of a model and of its bases."""
-    found: dict[str, str] = {}
-    for base in reversed(model.__mro__):
-        if not issubclass(base, BaseModel) or base is BaseModel:
-            continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body  # pyright: ignore
-        for field, text in pairwise(body):
-            is_text = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
-                found[field.target.id] = str(text.value.value)  # pyright: ignore
-    return found

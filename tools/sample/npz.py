@@ -11,7 +11,6 @@ import math
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from tokenize import TokenError
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ from numpy.lib import format as npy
 
 from ...datasets.disk.files import write_atomic
 from ...datasets.errors import DamageError, SourceError
-from ...precompute.importing.untrusted import HEADERS, MAX_HEADER, ZIP_ERRORS
+from ...precompute.importing.untrusted import MAX_HEADER, ZIP_ERRORS, npy_header
 
 DTYPES = ("uint8", "int32", "int64", "float32", "float64")
 ZIP_TIME = (1980, 1, 1, 0, 0, 0)  # so that equal arrays give equal files
@@ -131,19 +130,14 @@ class Npz:
             raise DamageError(f"'{self.path}': it has no array '{name}'. Make the file again.")
         info = self._members[name]
         try:
-            with zipfile.ZipFile(self.path) as archive, archive.open(info) as member:
-                version: Any = npy.read_magic(member)
-                if version not in HEADERS:
-                    raise ValueError(f"version {version} of the npy format, expected 1.0 or 2.0")
-                try:
-                    shape, by_columns, dtype = HEADERS[version](member, max_header_size=MAX_HEADER)
-                except (TokenError, SyntaxError, RecursionError, TypeError) as error:
-                    raise ValueError(f"its header is not one of an array ({type(error).__name__})") from error
-                if dtype.hasobject or dtype.name not in DTYPES or by_columns:
-                    order = " in column-major order" if by_columns else ""
-                    raise ValueError(f"it holds {dtype}{order}, expected {', '.join(DTYPES)} in row-major order")
-                if min(shape, default=0) < 0 or member.tell() + math.prod(shape) * dtype.itemsize != info.file_size:
-                    raise ValueError(f"its header claims shape {shape}, it has {info.file_size} bytes")
-                yield member, shape, dtype
+            with zipfile.ZipFile(self.path) as archive:
+                with archive.open(info) as member:
+                    head, size = member.read(MAX_HEADER), info.file_size
+                shape, dtype, by_columns, start = npy_header(head, size, dtypes=DTYPES, most_bytes=size)
+                if by_columns:
+                    raise ValueError("it is in column-major order, expected row-major order")
+                with archive.open(info) as member:  # again: after a seek, a member does not check its bytes
+                    member.read(start)
+                    yield member, shape, dtype
         except (ValueError, EOFError, OSError, *ZIP_ERRORS) as error:
             raise DamageError(f"'{self.path}': array '{name}': {error}. Make the file again.") from error

@@ -358,7 +358,10 @@ def test_results_go_to_stdout_and_progress_to_stderr(class_folder: Path, tmp_pat
     assert f"leandit: run '{run}' starts from new weights\n" in ended.err
     decided = decisions(ended.err)
     assert 2 <= len(decided) < 25  # not one a step
-    for words in (f"stores] store '{store}': revision 1, the newest; 15 records", f"run '{run}': no checkpoint, so it"):
+    for words in (
+        f"manifest] store '{store}': revision 1, the newest; 15 records",
+        f"run '{run}': no checkpoint, so it",
+    ):
         assert any(words in line for line in decided)
     assert re.search(r"from step 1, 45 images \(some batches were partial\), at best", ended.out)
     assert re.search(r"loss +\d\.\d+ at step 1, \d\.\d+ at step 6\n", ended.out)

@@ -16,6 +16,7 @@ import torch
 from making import CPU, caption_recipe, label_recipe, no_progress, train_recipe
 from noise_store import make_store
 from PIL import Image
+from runs import SPEC
 from tiny_autoencoders import save_autoencoder
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -91,7 +92,8 @@ def test_captions_come_from_any_store_of_the_run_that_still_exists(tmp_path: Pat
     run.mkdir()
 
     def captions_of(*names: str, weights: str = "0") -> Captions:
-        (run / "run.json").write_text(json.dumps({"stores": [{"path": f"../{name}"} for name in names]}))
+        stores = [{"path": f"../{name}", "revision": 1, "root_hash": None} for name in names]
+        (run / "run.json").write_text(json.dumps({"stores": stores, "recipe": {}, "spec": SPEC}))
         snapshot: Any = SimpleNamespace(state={"text_encoder": {"weights_sha256": weights * 64}})
         return Captions(snapshot, run, None, None, CPU)
 
