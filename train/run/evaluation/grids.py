@@ -11,12 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ....datasets.batches.captions import Captions, captions_of
-from ....datasets.batches.reader import BatchReader
 from ....datasets.errors import RecipeError
 from ....datasets.order.filters import label_indices
 from ....datasets.order.slices import spread
 from ....datasets.store import LatentStore
-from ...data_recipe import RecordsSection
 from ...metrics.flops import tokens_per_image
 from ...models.conditioning import Conditioner, Conditioning, select
 from ...sampling.edits import EditRecords
@@ -85,41 +83,30 @@ def draw_grid(run: Run, subjects: Subjects, size: tuple[int, int]) -> Tensor:
     return drawn
 
 
-def choose_subjects(
-    reader: BatchReader, number: int, section: RecordsSection, *, takes_text: bool, count: int
-) -> Subjects:
-    """Spread the subjects evenly over a store.
+def choose_subjects(run: Run, number: int, count: int, own: Subjects | None = None) -> Subjects:
+    """Subjects of a grid, spread evenly over a store: its captions or classes, or records of one bucket to edit.
+
+    Captions and records are held-out ones where there are any, else any that train.
 
     Args:
       number: of the store.
-      section: which of its records train.
-      takes_text: captions, of the held-out records where there are any, else of all; otherwise classes that train.
-      count: of images; classes come again if they are fewer, captions do not.
+      count: of images; fewer where there are fewer captions or records, while classes come again.
+      own: captions instead; each edits the next record.
     """
-    store = reader.stores[number]
-    if not takes_text:
-        labels = label_indices(section.labels, store) if section.labels else range(max(1, store.num_classes))
+    reader, turns = run.loader.dataset.reader, run.recipe.data.turns
+    store, selection = reader.stores[number], reader.order.plans[number].selection
+    if not run.spec.takes_text:
+        names = (turns[number].section if turns else run.recipe.data).labels
+        labels = label_indices(names, store) if names else range(max(1, store.num_classes))
         chosen = [int(labels[place]) for place in np.resize(spread(len(labels), count), count)]
         return Subjects([f"{label}: {store.class_names.describe(label)}" for label in chosen], labels=chosen)
-    selection = reader.order.plans[number].selection
-    held_out = selection.held_out if selection else {}
-    places = {bucket: positions for bucket, positions in held_out.items() if len(positions)}
-    known = _first_captions(store, places or dict.fromkeys(store.buckets, slice(None)))
-    return _captioned(store, known[spread(len(known), count)].tolist())
-
-
-def choose_edits(run: Run, number: int, *, count: int, own: Subjects | None = None) -> Subjects:
-    """Records of one bucket to edit, spread evenly, with their captions: held-out ones if there are any, else others.
-
-    Args:
-      number: of the store.
-      count: of images; fewer if the bucket has fewer records.
-      own: captions instead, each with the next record.
-    """
-    reader = run.loader.dataset.reader
-    store, selection = reader.stores[number], reader.order.plans[number].selection
     held_out = selection.held_out if selection else {}
     held_out = {bucket: positions for bucket, positions in held_out.items() if len(positions)}
+    if own and not run.spec.reference:
+        return own
+    if not run.spec.reference:
+        known = _first_captions(store, held_out or dict.fromkeys(store.buckets, slice(None)))
+        return _captioned(store, known[spread(len(known), count)].tolist())
     trained = selection.counts if selection else store.buckets
     counts = {bucket: len(positions) for bucket, positions in held_out.items()} or trained
     bucket = max(counts, key=lambda name: counts[name])

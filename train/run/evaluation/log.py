@@ -14,7 +14,6 @@ import safetensors.torch
 
 from ....datasets.batches.latents import denormalise
 from ....datasets.disk.files import write_atomic
-from ...data_recipe import RecordsSection
 from ...metrics.flops import latent_size_of
 from ...metrics.history import StepReport
 from ...metrics.meter import Meter
@@ -23,7 +22,7 @@ from ...weights.folders import SAMPLES
 from ..data import buckets_at
 from ..state import Run
 from .decoding import Decoding
-from .grids import Subjects, choose_edits, choose_subjects, draw_grid, own_subjects
+from .grids import Subjects, choose_subjects, draw_grid, own_subjects
 from .held_out import Evaluation
 
 
@@ -114,11 +113,10 @@ class Log:
     def _draw(self) -> None:
         """Draw the grid of this step and start its decoding; a collective call, after which nothing has changed."""
         run, data = self._run, self._run.recipe.data
-        first = ((number, turn.section) for number, turn in enumerate(data.turns) if turn.has(run.step))
-        number, section = next(first, (0, data))
+        number = next((number for number, turn in enumerate(data.turns) if turn.has(run.step)), 0)
         buckets = buckets_at(data, run.stores, run.step)
         if number not in self._subjects:
-            self._subjects[number] = self._choose_subjects(number, section)
+            self._subjects[number] = self._choose_subjects(number)
         subjects, latent = self._subjects[number], run.loader.dataset.reader.latent_specs[number]
         if subjects.reference is None:
             size = latent_size_of(max(buckets, key=lambda name: buckets[name]), latent)  # the most common one
@@ -134,18 +132,12 @@ class Log:
             write_atomic(self._decoding.path_of(run.step), file)
             self._decoding.start()
 
-    def _choose_subjects(self, number: int, section: RecordsSection) -> Subjects:
+    def _choose_subjects(self, number: int) -> Subjects:
         run, count, own = self._run, self._run.recipe.run.sample_count, self._own_subjects
-        reader, takes_text = run.loader.dataset.reader, run.spec.takes_text
-        if run.spec.reference:
-            subjects, kind = choose_edits(run, number, count=count, own=own), "images to edit in one bucket"
-        elif own:
-            return own
-        else:
-            subjects = choose_subjects(reader, number, section, takes_text=takes_text, count=count)
-            kind = "different first captions"
+        subjects = choose_subjects(run, number, count, own)
         if len(subjects.names) < count and not own and run.ranks.is_first:
             records = "held-out records" if run.recipe.data.holdout else "records"
+            kind = "images to edit in one bucket" if run.spec.reference else "different first captions"
             self._warn(
                 f"run.sample_count {count}: the {records} have {len(subjects.names)} {kind}, so a grid has only that "
                 "many images"

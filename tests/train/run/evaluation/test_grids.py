@@ -97,9 +97,7 @@ def test_the_latents_are_those_of_the_snapshot(name: str, store_of: dict[str, La
 
 def subjects_of(store: LatentStore, name: str, *overrides: str, count: int = 5) -> Subjects:
     recipe = train_recipe(name, HOLDOUT, *overrides)
-    run = Run.open(recipe, [store], CPU, lambda _: None)
-    reader, takes_text = run.loader.dataset.reader, run.spec.takes_text
-    return choose_subjects(reader, 0, recipe.data, takes_text=takes_text, count=count)
+    return choose_subjects(Run.open(recipe, [store], CPU, lambda _: None), 0, count)
 
 
 def test_captions_are_those_of_held_out_records_and_classes_those_that_train(store_of: dict[str, LatentStore]) -> None:
