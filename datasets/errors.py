@@ -21,6 +21,9 @@ and becomes a line of the ledger.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class LeanditError(Exception):
     """Base of all errors that a user can fix; the command line prints it as one line."""
@@ -112,3 +115,21 @@ class RecordRejected(Exception):
     def __init__(self, stage: str, reason: str, detail: str) -> None:
         super().__init__(f"{stage}: {reason}: {detail}")
         self.stage, self.reason, self.detail = stage, reason, detail
+
+
+@contextlib.contextmanager
+def needs_extra(extra: str, key: str, instead: str) -> Iterator[None]:
+    """Import packages of an extra within the block.
+
+    Args:
+      key: of the recipe, which asks for them.
+      instead: what the user can do without them.
+    Raises: RecipeError: one of them is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise RecipeError(
+            f"{key}: it needs the package '{error.name}', which is not installed. Install leandit with its extra "
+            f"'{extra}', or {instead}."
+        ) from error

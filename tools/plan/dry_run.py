@@ -42,7 +42,6 @@ from ...train.data_recipe import Turn
 from ...train.metrics.flops import shortened
 from ...train.models.build import build_model, check_model_name
 from ...train.models.diffusers.adapters import trained_parameters
-from ...train.parallel.deepspeed_config import merge, read_config
 from ...train.parallel.deepspeed_engine import apply_ds_config
 from ...train.parallel.ranks import read_ranks
 from ...train.run.fit import model_for_stores
@@ -51,6 +50,7 @@ from ..terminal.outcome import change_rows, computed_precision
 from ..terminal.progress import ProgressLine
 from ..terminal.text import Rows
 from .precompute_cost import PROBE_RECORDS, completed_rows, predict
+from .strategies import with_ds_config
 from .workload import mirror_size
 
 
@@ -252,10 +252,10 @@ def _turn(turn: Turn, store: LatentStore, recipe: TrainRecipe) -> str:
 
 def _with_ds_config(recipe: TrainRecipe, device: torch.device) -> tuple[TrainRecipe, list[str], str | None]:
     """The recipe as its ds_config.json changes it, lines of the differences, and why it cannot train here."""
-    if not (path := recipe.parallel.deepspeed_config):
+    if not recipe.parallel.deepspeed_config:
         return recipe, [], None
     ranks, changes = read_ranks(), list[str]()
     try:
         return apply_ds_config(recipe, ranks, device, changes.append), changes, None
     except RecipeError as error:  # wrong device, or no DeepSpeed: the file's values can still be shown
-        return *merge(read_config(path), recipe, ranks.world_size), str(error)
+        return *with_ds_config(recipe, ranks.world_size), str(error)

@@ -39,9 +39,7 @@ def synthetic_run(
     return build_run(recipe, spec, device, nulls=(null_caption, null_pooled), **how)
 
 
-def synthetic_batch(
-    store: StoreSpec, bucket: str, count: int, tokens: int, device: torch.device, *, number: int = 0
-) -> Batch:
+def synthetic_batch(store: StoreSpec, bucket: str, count: int, tokens: int, device: torch.device) -> Batch:
     """A batch of noise as the loader returns it, created on its device.
 
     Args:
@@ -59,7 +57,7 @@ def synthetic_batch(
             pooled=torch.randn(count, one.spec.pooled_width, device=device).half() if one.spec.pooled_width else None,
         )
     classes = len(store.classes or ())
-    labels = torch.arange(number * count, (number + 1) * count, device=device)
+    labels = torch.arange(count, device=device)
     return Batch(
         stored=torch.randn(count, latent.channels, height, width, device=device).half(),
         labels=labels % classes if classes else torch.full_like(labels, -1),
@@ -67,7 +65,7 @@ def synthetic_batch(
         draw_keys=None,
         spec=latent.model_copy(update={"kind": "latent", "stored_channels": latent.channels}),
         bucket=bucket,
-        number=number,
+        number=0,
         global_size=count,
         epoch=0,
         texts=texts,

@@ -18,7 +18,7 @@ from PIL import Image
 
 from ... import __version__
 from ...datasets.disk.files import write_atomic
-from ...datasets.errors import RecipeError, RunError
+from ...datasets.errors import RunError, needs_extra
 from ..config import TrainRecipe
 from ..parallel.ranks import Ranks, choose_strategy
 from ..weights.folders import METRICS, STARTS
@@ -31,11 +31,9 @@ WANDB_ID = "wandb_id"  # file in the run's folder, so that a resumed run stays o
 
 def check_wandb(recipe: TrainRecipe) -> None:
     """Raise RecipeError if the recipe asks for wandb and it is not installed."""
-    if recipe.run.wandb and importlib.util.find_spec("wandb") is None:
-        raise RecipeError(
-            f"run.wandb '{recipe.run.wandb}': it needs the package 'wandb', which is not installed. Install leandit "
-            "with its extra 'wandb', or leave run.wandb empty."
-        )
+    with needs_extra("wandb", f"run.wandb '{recipe.run.wandb}'", "leave run.wandb empty"):
+        if recipe.run.wandb and importlib.util.find_spec("wandb") is None:  # to import it takes a second
+            raise ModuleNotFoundError(name="wandb")
 
 
 class MetricsWriter:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...datasets.errors import RecipeError
+from ...datasets.errors import needs_extra
 from ..config import OptimizerSection, ScheduleSection
 from .came import Came
 from .muon import IS_MUON, MuonWithAdamW, hidden_matrices
@@ -34,13 +34,8 @@ def build_optimizer(section: OptimizerSection, model: nn.Module) -> torch.optim.
         case "came":
             three = (betas[0], betas[1], betas[2])
             return Came(groups, lr=section.lr, betas=three, weight_decay=section.weight_decay)
-    try:
+    with needs_extra("optimizers", "optimizer.name 'adamw8bit'", "use 'adamw'"):
         from .adamw8bit import AdamW8bit
-    except ModuleNotFoundError as error:
-        raise RecipeError(
-            f"optimizer.name 'adamw8bit': it needs the package '{error.name}', which is not installed. "
-            "Install leandit with its extra 'optimizers', or use 'adamw'."
-        ) from error
     return AdamW8bit(groups, **adam)
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from ...datasets.errors import RecipeError
+from ...datasets.errors import RecipeError, needs_extra
 from ..config import TrainRecipe
 from ..models.build import Denoiser
 from ..optim.build import build_optimizer
@@ -57,13 +57,8 @@ def _import_deepspeed(ranks: Ranks, device: torch.device) -> None:
     # DeepSpeed takes this as the number of its GPU; neither srun nor a single process sets it.
     os.environ["LOCAL_RANK"] = str(ranks.local_rank if device.type == "cpu" else device.index or 0)
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # DeepSpeed calls renamed functions
-    try:
+    with needs_extra("deepspeed", "parallel.deepspeed_config", "use parallel.strategy 'fsdp'"):
         from deepspeed.utils import logger
-    except ModuleNotFoundError as error:
-        raise RecipeError(
-            f"parallel.deepspeed_config: it needs the package '{error.name}', which is not installed. Install "
-            "leandit with its extra 'deepspeed', or use parallel.strategy 'fsdp'."
-        ) from error
     logger.setLevel(logging.WARNING)
 
 

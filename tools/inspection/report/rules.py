@@ -20,7 +20,7 @@ from ..store_facts import MEAN_LIMIT, STD_LIMITS, StoreFacts
 from ..templating import TEMPLATES, environment
 from .run_facts import RunFacts
 
-MEDIAN_LINES = 21  # around a line, whose median shows whether it is a spike
+MEDIAN_LINES = 21  # odd; around a line, whose median shows whether it is a spike
 MOST_STEPS = 5  # that a sentence lists
 TABLE = tomllib.loads((TEMPLATES / "rules.toml").read_text())
 LIMITS = SimpleNamespace(**TABLE["limits"])
@@ -115,21 +115,20 @@ def small_classes(facts: StoreFacts) -> tuple[list[str], float]:
 # --------------------------------------------------------------------------------------------------------------- runs
 
 
-def running_median(y: np.ndarray, points: int = MEDIAN_LINES) -> np.ndarray:
-    """The median of the points around each one; at the end of a run, of its last points.
+def running_median(y: np.ndarray) -> np.ndarray:
+    """The median of the ``MEDIAN_LINES`` points around each one; at the end of a run, of its last points.
 
     Before the beginning, where losses fall fast, the line goes on point-symmetrically: a trend is no spike.
 
     Args:
-      y: (N,), N at least ``points // 2 + 1``; NaN counts nowhere.
-      points: odd.
+      y: (N,), N at least ``MEDIAN_LINES // 2 + 1``; NaN counts nowhere.
     Returns: (N,); NaN where no point around is a number.
     """
-    half = points // 2
+    half = MEDIAN_LINES // 2
     longer = np.pad(y, (half, 0), mode="reflect", reflect_type="odd")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # windows without a number
-        median = np.nanmedian(np.lib.stride_tricks.sliding_window_view(longer, points), axis=1)
+        median = np.nanmedian(np.lib.stride_tricks.sliding_window_view(longer, MEDIAN_LINES), axis=1)
     return np.pad(median, (0, half), mode="edge")
 
 

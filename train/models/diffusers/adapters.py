@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ....datasets.errors import RecipeError
+from ....datasets.errors import RecipeError, needs_extra
 from ....datasets.order.shuffle import keyed_hash
 from ..spec import AdapterSpec
 from .model import without_warnings
@@ -34,14 +34,8 @@ def add_adapters(model: nn.Module, spec: AdapterSpec, *, seed: int) -> None:
     Raises: RecipeError: peft is not installed, or the model has no such layers.
     """
     adapted_layers(model, spec.targets)
-    try:
-        with without_warnings():
-            from peft import LoraConfig, inject_adapter_in_model
-    except ModuleNotFoundError as error:
-        raise RecipeError(
-            f"lora.rank {spec.rank}: it needs the package '{error.name}', which is not installed. Install leandit with "
-            "its extra 'lora', or set lora.rank to 0."
-        ) from error
+    with needs_extra("lora", f"lora.rank {spec.rank}", "set lora.rank to 0"), without_warnings():
+        from peft import LoraConfig, inject_adapter_in_model
     config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=list(spec.targets))  # pyright: ignore
     device = next(model.parameters()).device
     with torch.device("meta"):  # else peft would move its matrices, which fake tensors cannot be
@@ -86,13 +80,8 @@ def narrow_frozen(
         raise RecipeError(
             "lora.frozen 'int8': FSDP and DeepSpeed cannot shard 8-bit weights. Use 'bf16', or parallel.strategy 'ddp'."
         )
-    try:
+    with needs_extra("optimizers", "lora.frozen 'int8'", "use 'bf16'"):
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
-    except ModuleNotFoundError as error:
-        raise RecipeError(
-            "lora.frozen 'int8': it needs the package 'torchao', which is not installed. Install leandit with its "
-            "extra 'optimizers', or use 'bf16'."
-        ) from error
     chosen = set(linear)
     for block in blocks:
         quantize_(block, Int8WeightOnlyConfig(), filter_fn=lambda module, name: module in chosen)
