@@ -94,8 +94,9 @@ def frechet_distance(
 
 
 def kernel_distance(features: np.ndarray, reference: np.ndarray, *, device: torch.device = CPU) -> tuple[float, float]:
-    """KID: mean and standard deviation over random subsets of the unbiased squared MMD, with
-    the kernel (x.y / D + 1)^3.
+    """KID: mean and standard deviation over subsets of the unbiased squared MMD with the kernel (x.y / D + 1)^3.
+
+    Subsets are drawn without replacement, the same ones each time.
 
     Args:
       features: (N, D) float.

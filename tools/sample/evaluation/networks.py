@@ -25,18 +25,8 @@ from torch.nn.functional import cosine_similarity, interpolate
 
 from ....datasets.errors import EncoderError, RecipeError
 from ....datasets.remote.failures import one_line
-from ....precompute.encoders.model_files import (
-    CONFIG,
-    TEXT_WEIGHTS,
-    TOKENIZER_FILES,
-    check_depth,
-    check_header,
-    hash_files,
-    read_config,
-    resolve_model,
-    weight_files,
-    weight_names,
-)
+from ....precompute.config import FeatureSection
+from ....precompute.encoders.model_files import CONFIG, TOKENIZER_FILES, ModelFiles, check_header, hash_files
 from ....precompute.encoders.pretrained import load_transformer
 from ....precompute.encoders.text.tokenizer import load_tokenizer
 from ....precompute.encoders.vision.families import (
@@ -170,11 +160,9 @@ class VisionModel:
     """
 
     def __init__(self, name: str, what: str, family: Family | None, device: torch.device, *more: str) -> None:
-        wanted = (CONFIG, PREPROCESSOR, *more, *weight_names(TEXT_WEIGHTS))
-        self.folder, self.revision = resolve_model(name, "", "", files=wanted, what=what)
-        config, preprocessor = (read_config(self.folder, what=what, name=file) for file in (CONFIG, PREPROCESSOR))
-        weights, where = weight_files(self.folder, TEXT_WEIGHTS, what=what), f"{what} '{self.folder}'"
-        check_depth(config, weights, what=what)
+        files = ModelFiles(FeatureSection(model=name), what, PREPROCESSOR, *more)
+        config, preprocessor, weights, where = files.read(), files.read(PREPROCESSOR), files.weights, files.where
+        self.folder, self.revision = files.folder, files.revision
         if family is TWO_TOWERS and not (
             config.get("model_type") == "clip" and isinstance(config.get("text_config"), dict)
         ):
