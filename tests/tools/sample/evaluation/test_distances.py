@@ -176,7 +176,7 @@ BAD = {
     "no zip": (b"nothing", "not a .npz file"),
     "no array": (packed(b"nothing"), "magic"),
     "a header of more than there is": (packed(npy(np.zeros((9, 9)))[:-8]), "claims shape (9, 9)"),
-    "objects": (packed(npy(np.array([{}]))), "it holds object"),
+    "objects": (packed(npy(np.array([{}]))), "dtype object; expected one of uint8"),
     "columns first": (packed(npy(np.asfortranarray(np.zeros((3, 4))))), "in column-major order"),
 }
 
