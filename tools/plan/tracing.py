@@ -137,6 +137,8 @@ def trace(request: step_memory.TraceRequest) -> Traced:
             return Step(np.array(tracker.moments, np.int64), marks[0])
 
         gc.disable()  # as in a training: what is freed must not depend on it
+        gc.collect()
+        gc.freeze()  # each step would look at the million objects of what is imported
         step(SMALL, 1)  # the first step allocates the optimizer's states
         states = _assign_states(tracker, run)
         in_blocks = sum(_held_bytes(p) for block in run.engine.model.blocks for p in block.parameters())
