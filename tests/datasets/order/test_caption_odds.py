@@ -66,7 +66,7 @@ def test_equal_odds_draw_what_is_drawn_without(caption_store: LatentStore, tmp_p
     def drawn(odds: CaptionOdds | None) -> list[list[int]]:
         reader = BatchReader([caption_store], BatchPlan(caption_store.buckets, 4, 3), caption_odds=[odds])
         looked_up = [reader._look_up(number) for number in range(40)]
-        return [batch.records.caption_ids.tolist() for batch in looked_up if batch.wanted.caption_ids is not None]
+        return [batch.records.caption_ids.tolist() for batch in looked_up if batch.records.caption_ids is not None]
 
     equal = CaptionOdds(write_scores(caption_store, tmp_path / "s.parquet", [7.0, 7.0]), temperature=0.1)
     assert len(drawn(None)) == 40
