@@ -60,14 +60,16 @@ def detect_kind(files: SourceFiles, settings: SourceSection) -> tuple[str, Sourc
         files, notes = saved_split(files, settings.split)
         return "arrow", files, None, notes
     table = find_table(files, settings)
-    captions = None if table else find_caption_table(files, settings)
     notes: list[str] = []
+    captions = None if table else find_caption_table(files, settings, notes)
     if not (table or captions or settings.kind in TABLES):
         whole = files
-        files, notes = folder_of_split(files, settings)
+        files, of_split = folder_of_split(files, settings)
         if files is not whole:
+            notes = []
             table = find_table(files, settings)
-            captions = None if table else find_caption_table(files, settings)
+            captions = None if table else find_caption_table(files, settings, notes)
+        notes = [*of_split, *notes]
     kind = _guess_kind(files, settings, table, captions) if settings.kind == "auto" else settings.kind
     return kind, files, table or captions, notes
 

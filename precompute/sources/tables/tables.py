@@ -83,15 +83,17 @@ def find_table(files: SourceFiles, settings: SourceSection) -> str | None:
     return next(iter(lists), None)
 
 
-def find_caption_table(files: SourceFiles, settings: SourceSection) -> str | None:
+def find_caption_table(files: SourceFiles, settings: SourceSection, notes: list[str]) -> str | None:
     """Path of a text table in a folder of images whose first images exist.
 
+    Args:
+      notes: gets one for each table of captions or labels that is left out because its images do not exist.
     Raises: SourceError: there are several, or one without a header: its captions must not be left out in silence.
     """
     if files.only is not None:
         return None
     names = sorted(name for name in files.names() if name.lower().endswith(LISTS))
-    tables = [name for name in names[:MAX_LISTS] if _names_images(files, name, settings)]
+    tables = [name for name in names[:MAX_LISTS] if _names_images(files, name, settings, notes)]
     if len(tables) > 1:
         raise SourceError(
             f"source '{files.name}': several tables name its images: {', '.join(tables)}. Pass the one to use, such as "
@@ -100,7 +102,7 @@ def find_caption_table(files: SourceFiles, settings: SourceSection) -> str | Non
     return next(iter(tables), None)
 
 
-def _names_images(files: SourceFiles, table: str, settings: SourceSection) -> bool:
+def _names_images(files: SourceFiles, table: str, settings: SourceSection, notes: list[str]) -> bool:
     """A text table has captions or labels of existing images. Raises: SourceError: but no header."""
     try:
         layout = read_layout(files, table)
@@ -108,10 +110,18 @@ def _names_images(files: SourceFiles, table: str, settings: SourceSection) -> bo
         names = [image] if image else described_images(layout, table, settings)
     except SourceError:
         return False  # a table of something else
-    is_table = bool(names) and (bool(settings.root) or find_folder(files, names) is not None)
-    if is_table and image:
+    if not names:
+        return False
+    if not settings.root and find_folder(files, names) is None:
+        if not image:
+            notes.append(
+                f"'{table}' is not used: of the first {len(names[:LOOKED_NAMES])} images that it names, none exists "
+                f"('{names[0]}'). Correct its paths, or pass their folder with --set source.root=FOLDER."
+            )
+        return False
+    if image:
         raise missing_header(files, table, image)
-    return is_table
+    return True
 
 
 # ------------------------------------------------------------------------------------------------------- images

@@ -129,6 +129,14 @@ def test_several_tables_of_one_folder_are_an_error_that_names_them(tmp_path: Pat
         list_source(tmp_path)
 
 
+def test_a_table_whose_images_do_not_exist_is_left_out_with_a_note(tmp_path: Path) -> None:
+    make_image_folder(tmp_path, "cat/a.jpg")
+    write_file(tmp_path / "captions.csv", "image,caption\nold/a.jpg,a cat\n")
+    source = list_source(tmp_path)
+    assert source.kind == "imagefolder"
+    assert any("'captions.csv' is not used" in note and "'old/a.jpg'" in note for note in source.notes)
+
+
 def test_a_record_of_too_many_rows_is_one_reject_and_takes_no_memory(tmp_path: Path) -> None:
     make_image_folder(tmp_path, "many.jpg", *(f"{i}.jpg" for i in range(200)))
     names = ["many.jpg"] * 40_000 + [f"{i}.jpg" for i in range(200)] * 2
