@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from planner import CASES, Case, measured_peak, planner_job, predicted_peak
 from runs import report_line
 
 from leandit.datasets.errors import RecipeError, RunError
-from leandit.tools.plan import step_memory, training
+from leandit.tools.plan import step_memory
 from leandit.tools.plan.scaling import LAUNCH_SECONDS
 from leandit.tools.plan.step_memory import (
     ACTIVATIONS,
@@ -59,27 +59,24 @@ def measured_apart(job: dict[str, Any]) -> int:
     return int(run_forked(["-c", MEASURE, json.dumps(job)], check=True).stdout.split()[-1])  # DeepSpeed prints too
 
 
-def traced_once(workload: TrainingWorkload, bucket: str, known: Sequence[Strategy], **how: Any) -> dict[str, Traced]:
-    """As ``trace_steps``; plans of the same step share its trace, which does not depend on the size of the batch."""
-    recipe = workload.recipe.model_copy(update={"run": workload.recipe.run.model_copy(update={"global_batch": 8})})
-    kind = how["precision"], how.get("device_type", "cuda")
-    key = repr((dataclasses.replace(workload, recipe=recipe), bucket, known, kind))
-    if key not in TRACED:
-        TRACED[key] = trace_steps(workload, bucket, known, **how)
-    return TRACED[key]
-
-
-TRACED: dict[str, dict[str, Traced]] = {}
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _traced_once() -> Iterator[None]:
+    """Plans of the same step share its trace, which does not depend on the size of the batch."""
+    traces: dict[str, Traced] = {}
+
+    def traced_once(request: TraceRequest) -> Traced:
+        recipe = request.workload.recipe
+        recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"global_batch": 8})})
+        key = repr(dataclasses.replace(request, workload=dataclasses.replace(request.workload, recipe=recipe)))
+        if key not in traces:
+            traces[key] = run_trace(request)
+        return traces[key]
+
     with pytest.MonkeyPatch.context() as patch:
         shrink_models(patch)
         fork_interpreters(step_memory, patch, shrunk=True)
-        patch.setattr(training, "trace_steps", traced_once)
+        patch.setattr(step_memory, "run_trace", traced_once)
         yield
-    TRACED.clear()
 
 
 @functools.cache
@@ -90,7 +87,7 @@ def work(*overrides: str, name: str = "demo") -> TrainingWorkload:
 def traced(*overrides: str, name: str = "demo", device_type: str = "cuda", strategy: Strategy = SINGLE) -> Traced:
     it = work(*overrides, name=name)
     known = [SINGLE] if strategy is SINGLE else [SINGLE, strategy]
-    return traced_once(it, "64x64", known, precision=it.recipe.run.precision, device_type=device_type)[strategy.name]
+    return trace_steps(it, "64x64", known, precision=it.recipe.run.precision, device_type=device_type)[strategy.name]
 
 
 @pytest.mark.parametrize(
