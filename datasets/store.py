@@ -169,13 +169,8 @@ class LatentStore(OpenedRevision):
         """The captions table (CAPTIONS_SCHEMA); the position is the caption's id."""
         return self.table(CAPTIONS, None)
 
-    @property
-    def checksums(self) -> np.ndarray:
-        """(records,) uint64 checksum of each record's latents, from the records table; 0 if not stored."""
-        return self.checksums_of(LATENTS)
-
-    def checksums_of(self, group: str) -> np.ndarray:
-        """Like ``checksums``, for a group of arrays: the latents by "", a feature or companion by its name."""
+    def checksums(self, group: str = LATENTS) -> np.ndarray:
+        """(records,) uint64 checksum of each record's latents, or of its feature or companion; 0 if not stored."""
         return self.numbers(f"checksum_{group}" if group else "checksum")
 
     def caption_checksums(self, name: str = "") -> np.ndarray:
@@ -325,15 +320,10 @@ class LatentStore(OpenedRevision):
         return self._texts[name]
 
     @property
-    def tokens(self) -> CaptionTokens:
-        """Captions of the first text encoder, like ``text``."""
-        return self.text()
-
-    @property
     def null_caption(self) -> np.ndarray:
-        """Embedding of the empty caption at full length, (max_tokens, D), for classifier-free guidance; dtype as of
-        ``caption_embedding``."""
-        return self.tokens.null
+        """Embedding of the empty caption at full length by the first text encoder, (max_tokens, D), for classifier-free
+        guidance; its dtype is that of ``caption_embedding``."""
+        return self.text().null
 
     def caption(self, record: Record | int, which: int = 0, text: str = "") -> np.ndarray:
         """Embedding of one of a record's captions, as ``caption_embedding``.

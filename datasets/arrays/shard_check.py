@@ -55,7 +55,7 @@ def _first_item_is_right(store: Any, group: ArrayGroup, path: str, shard: int, o
     bounds = np.minimum([rows.start, rows.stop], np.iinfo(firsts.dtype).max).astype(firsts.dtype)  # not a copy of all
     items = range(*np.searchsorted(firsts, bounds).tolist())
     if index is not None:
-        checksums = store.checksums_of(group.name)[index.records[items.start : items.stop]]
+        checksums = store.checksums(group.name)[index.records[items.start : items.stop]]
     else:
         checksums = store.caption_checksums(group.name)[items.start : items.stop]
     if not checksums.any():

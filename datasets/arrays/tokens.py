@@ -79,21 +79,21 @@ class CaptionTokens:
         """
         return self._array(POOLED)
 
-    def stored_at(self, start: int, length: int) -> StoredTokens:
-        """The stored tokens of the caption that begins at a row; mapped views if they are uncompressed."""
+    def _stored(self, caption_id: int) -> StoredTokens:
+        """The stored tokens of a caption; mapped views if they are uncompressed."""
+        start, length = int(self.starts[caption_id]), int(self.lengths[caption_id])
         return StoredTokens.of([array.read(start, start + length) for array in self.arrays])
 
     def stored_rows(self, caption_id: int) -> list[np.ndarray]:
         """Rows of a caption in each array that it has: tokens, scales, pooled vectors."""
-        start, length = int(self.starts[caption_id]), int(self.lengths[caption_id])
-        rows = self.stored_at(start, length).parts if self.spec.has_tokens else []
+        rows = self._stored(caption_id).parts if self.spec.has_tokens else []
         if self.spec.pooled_width:
             rows.append(self.pooled[int(self.pooled_rows[caption_id])][None])
         return rows
 
     def __getitem__(self, caption_id: int) -> np.ndarray:
         """The embedding of a caption, (L, D): float16 and float32 a mapped view, bfloat16 and int8 a float32 copy."""
-        return widen(self.stored_at(int(self.starts[caption_id]), int(self.lengths[caption_id])), self.spec.dtype)
+        return widen(self._stored(caption_id), self.spec.dtype)
 
     def pooled_vector(self, caption_id: int) -> np.ndarray:
         """The pooled vector of a caption, (P,); dtype as in ``__getitem__``."""

@@ -54,7 +54,7 @@ class RowChecks:
         store = self._stores[number]
         if self._when == "never" or store.remote is not None:
             return
-        bits = self._bits(number, "records", store.checksums)
+        bits = self._bits(number, "records", store.checksums())
         new = _missing(bits, read.records)
         rows, records = read.rows[new], read.records[new]
         for group in (LATENTS, *self._groups) if len(new) else ():
@@ -100,7 +100,7 @@ def check_rows(store: LatentStore, bucket: str, group: str, rows: np.ndarray, re
     Raises: DamageError: names the first damaged record.
     """
     places: list[Place] = [(array, rows, None) for array in group_arrays(store, bucket, group)]
-    if (i := _first_damaged(places, store.checksums_of(group)[records])) is not None:
+    if (i := _first_damaged(places, store.checksums(group)[records])) is not None:
         key = store.record_columns(("key",))["key"][int(records[i])].as_py()
         raise _damage(store, f"record '{key}' (bucket '{bucket}', row {rows[i]})", places, i)
 

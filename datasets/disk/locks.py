@@ -14,11 +14,6 @@ from pathlib import Path
 _held: set[int] = set()
 
 
-def open_lock(path: Path) -> int:
-    """A descriptor of a lock file, which is created if missing; nothing is locked yet."""
-    return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-
-
 def try_lock(descriptor: int) -> bool:
     """Take an exclusive lock if it is free.
 
@@ -41,7 +36,7 @@ def release_lock(descriptor: int) -> None:
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on a file, which is created if missing."""
-    with _closed_in_forks(open_lock(path)) as descriptor:
+    with _closed_in_forks(os.open(path, os.O_RDWR | os.O_CREAT, 0o666)) as descriptor:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
 

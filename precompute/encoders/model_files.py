@@ -203,15 +203,14 @@ def weights_in(files: Sequence[Path]) -> list[str]:
 
     Raises: EncoderError: a file is damaged.
     """
+    names = list[str]()
     try:
-        return [name for path in files for name in _names_in(path)]
+        for path in files:
+            with safe_open(path, framework="numpy") as file:
+                names += file.keys()
     except (SafetensorError, OSError) as error:
         raise EncoderError(f"'{files[0].parent}': cannot be loaded: {one_line(error)}. Fetch it again.") from error
-
-
-def _names_in(path: Path) -> list[str]:
-    with safe_open(path, framework="numpy") as file:
-        return list(file.keys())
+    return names
 
 
 def check_depth(config: Any, files: Sequence[Path], *, what: str) -> None:

@@ -190,14 +190,14 @@ class Reader(ABC):
             num_bytes = (self.root / path).stat().st_size
         return Entry(key or path.rpartition(".")[0], path, 0, num_bytes)
 
+    def listing(self, name: str) -> bytes:
+        """The bytes of a file that describes the source."""
+        return read_file(self.root / name, MAX_JSON_BYTES)
+
     def json(self, name: str, kind: type, advice: str = "Restore it.") -> Any:
         """The content of a JSON file of the source, a ``kind``; raises SourceError."""
-        return self.parse_json(name, kind, lambda: read_file(self.root / name, MAX_JSON_BYTES), advice)
-
-    def parse_json(self, name: str, kind: type, read: Callable[[], bytes], advice: str = "Restore it.") -> Any:
-        """The JSON in the bytes that ``read`` returns; as ``json``."""
         with self.needing(name, advice):
-            content = json.loads(read())
+            content = json.loads(self.listing(name))
         if not isinstance(content, kind):
             raise SourceError(f"source '{self.root}': '{name}' needs a {kind.__name__}. {advice}")
         return content

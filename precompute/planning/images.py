@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, partial
 from itertools import islice
@@ -63,6 +63,7 @@ def plan_images(
     decoders: Decoders,
     limits: RejectLimits,
     *,
+    first_rows: Mapping[str, int] = {},
     progress: Callable[[int], None] = lambda done: None,
     stops: bool = True,
 ) -> pa.Table:
@@ -70,16 +71,17 @@ def plan_images(
 
     Args:
       limits: count the rejects of the revision.
+      first_rows: of the revision by bucket; 0 for those that it does not have.
       progress: called with the number of images planned so far.
       stops: raise if too many are rejected; otherwise ``limits.problem`` has the error.
-    Returns: all new records, in order (IMAGES_SCHEMA), mapped; rows are counted from 0 in each bucket.
+    Returns: all new records, in order (IMAGES_SCHEMA), mapped.
     Raises: SourceError: too many are rejected.
     """
     check_listing(fresh, recipe, limits, stops=stops)  # before headers are read, so that the message has all counts
     place = lru_cache(KNOWN_SIZES)(partial(place_image, images=recipe.images))
 
     def planned() -> Iterator[pa.RecordBatch]:
-        next_rows, done = Counter[str](), 0
+        next_rows, done = Counter(first_rows), 0
         for listed, sizes in _sizes(source, fresh, recipe, decoders):
             rows, rejects = list[dict[str, Any]](), list[tuple[int, str, RecordRejected]]()
             for position, size in enumerate(sizes):

@@ -13,6 +13,7 @@ import pyarrow.compute
 
 from ...datasets.errors import RecordRejected, SourceError
 from ...datasets.format.layout import next_row
+from ...datasets.format.row_layout import buckets_of
 from ...datasets.format.schema import SelfCheck, StoreSpec
 from ...datasets.format.table_schemas import plan_schema, suffixes
 from ...datasets.revisions.catalog import read_manifest
@@ -132,8 +133,12 @@ class Planner:
         carried = count_reasons(table.filter(pc.equal(table["status"], "rejected"))["reason"])
         return RejectLimits(self.recipe.source, total, carried=carried, is_planning=True)
 
-    def measure(self, fresh: Listing, limits: RejectLimits, *, stops: bool = True) -> pa.Table:
-        """Size, bucket and crop of new images; as ``plan_images``."""
+    def measure(
+        self, fresh: Listing, limits: RejectLimits, base: FrozenPlan | None = None, *, stops: bool = True
+    ) -> pa.Table:
+        """Size, bucket, row and crop of the new images of a revision that builds on a base, as ``plan_images``."""
+        arrays = read_manifest(self.root, base.revision).layouts() if base else {}
+        first_rows = {bucket: next_row(self._spec, bucket, arrays) for bucket in buckets_of(arrays)}
         images = self.recipe.images.for_vae(self.spec.latent.downscale) if self.spec else self.recipe.images
 
         def scanned(done: int) -> None:
@@ -142,7 +147,8 @@ class Planner:
             self.progress("scan", done, len(fresh))
 
         recipe = self.recipe.model_copy(update={"images": images})
-        return plan_images(self.source, fresh, recipe, self.decoders, limits, progress=scanned, stops=stops)
+        how = {"first_rows": first_rows, "progress": scanned, "stops": stops}
+        return plan_images(self.source, fresh, recipe, self.decoders, limits, **how)
 
     def refusal(self, comparison: Comparison, images: pa.Table) -> SourceError | None:
         """The error if nothing is carried over and no new image can be encoded, or None."""
@@ -165,7 +171,7 @@ class Planner:
         spec, manifest = self._spec, base and read_manifest(self.root, base.revision)
         revision = manifest.revision + 1 if manifest else 1
         if images is None:
-            images = self.measure(comparison.fresh, self.limits(comparison))
+            images = self.measure(comparison.fresh, self.limits(comparison), base)
             if refusal := self.refusal(comparison, images):
                 raise refusal
         counts = [
@@ -182,20 +188,13 @@ class Planner:
         caption_ids = caption_ids.slice(0, len(caption_ids) - 1)  # no record has the sample captions
         classes = [*(self.source.classes or ()), *comparison.gone_classes]
         names = {"classes": classes or None, "class_names": self._names_of(classes, base and base.spec)}
-        arrays = manifest.layouts() if manifest else {}
-        first_rows = {bucket: next_row(spec, bucket, arrays) for bucket in manifest.buckets} if manifest else {}
         return FrozenPlan(
             spec=with_stored_encoder_paths(spec.model_copy(update=names), self.root),
             revision=revision,
             base=manifest.root_hash if manifest else "",
             copies=False,
             listing=self.source.listing_hash(null_captions=self.recipe.null_captions),
-            records=plan_records(
-                *(comparison, images, caption_ids),
-                revision=revision,
-                first_rows=first_rows,
-                schema=plan_schema(spec),
-            ),
+            records=plan_records(comparison, images, caption_ids, revision=revision, schema=plan_schema(spec)),
             captions=captions,
             before=manifest,
         )

@@ -55,7 +55,6 @@ def plan_records(
     caption_ids: pa.ChunkedArray,
     *,
     revision: int,
-    first_rows: Mapping[str, int] = {},
     schema: pa.Schema = PLAN_SCHEMA,
 ) -> pa.Table:
     """Build the records table of a plan.
@@ -63,7 +62,6 @@ def plan_records(
     Args:
       images: of the new records (IMAGES_SCHEMA).
       caption_ids: of the texts of ``planned_texts``.
-      first_rows: of the revision by bucket; 0 for those that it does not have.
       schema: of the plan; columns that no new record has yet are null.
     Returns: carried-over records in the order of the base, then new ones in source order; mapped.
     """
@@ -82,7 +80,7 @@ def plan_records(
         new = fresh.append_column("caption_ids", caption_ids.slice(carried.num_rows))
         for batch in new.append_column("revision", revisions).append_column("attempts", attempts).to_batches():
             columns = dict(zip(batch.schema.names, batch.columns, strict=True)) | listed_places(batch, companions)
-            yield _record_batch(columns | {"row": _moved_rows(batch, first_rows)}, schema)
+            yield _record_batch(columns, schema)
 
     return map_table(schema, rebatched(batches(), BATCH_ROWS), WHAT)
 
@@ -95,13 +93,3 @@ def _record_batch(columns: Mapping[str, pa.Array], schema: pa.Schema) -> pa.Reco
         for field in schema
     ]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
-
-
-def _moved_rows(planned: pa.RecordBatch, first_rows: Mapping[str, int]) -> pa.Array:
-    """Rows of the arrays, from rows counted from 0; -1 stays."""
-    if not first_rows:
-        return planned["row"]
-    buckets = planned["bucket"].dictionary_encode()
-    moves = np.array([*(first_rows.get(name, 0) for name in buckets.dictionary.to_pylist()), 0])
-    rows = planned["row"].to_numpy()
-    return pa.array(np.where(rows >= 0, rows + moves[pc.fill_null(buckets.indices, -1).to_numpy()], rows))

@@ -131,7 +131,7 @@ def describe_precompute(
         if comparison is None:
             return DryRun(shown, [*rows, ("would encode", "nothing")])
         limits = planner.limits(comparison)
-        placed = planner.measure(comparison.fresh, limits, stops=False)
+        placed = planner.measure(comparison.fresh, limits, before, stops=False)
         refusal = limits.problem or planner.refusal(comparison, placed)
         rejects, buckets = count_reasons(placed["reason"]), count_reasons(placed["bucket"])
         rows.append(("would encode", f"{buckets.total():,} images"))

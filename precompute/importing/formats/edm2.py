@@ -15,7 +15,7 @@ from ...images.faults import open_regular
 from ...sources.files.record import usable_key
 from ..recipe import ImportRecipe
 from ..source import MAX_JSON_BYTES, Entry, FormatDefaults, Reader, RecordHeader, files_below, inner_path
-from ..untrusted import MAX_ARRAY_BYTES, MAX_HEADER, Looked, look, read_file
+from ..untrusted import MAX_ARRAY_BYTES, MAX_HEADER, Looked, look
 
 RAW_MEAN = (5.81, 3.25, 0.12, -2.15)  # of latents of images from 0 to 1, as EDM2's StabilityVAEEncoder has them
 RAW_STD = (4.17, 4.62, 3.71, 3.28)
@@ -46,7 +46,7 @@ class Edm2(Reader):
         if not root.is_dir():
             with self.needing(root.name):
                 self._zip = zipfile.ZipFile(open_regular(root))
-        listed = self.parse_json(LABELS, dict, self._description).get("labels") or ()
+        listed = self.json(LABELS, dict).get("labels") or ()
         try:
             self._labels = {str(name): label for name, label in listed}
         except (TypeError, ValueError) as error:
@@ -55,11 +55,11 @@ class Edm2(Reader):
             raise SourceError(f"source '{root}': '{LABELS}': the label of {wrong[0][:100]!r} is not a class number.")
         self.has_labels = bool(self._labels)
 
-    def _description(self) -> bytes:
+    def listing(self, name: str) -> bytes:
+        """The bytes of a member or a file; an empty object without it."""
         if self._zip is None:
-            path = self.root / LABELS
-            return read_file(path, MAX_JSON_BYTES) if os.path.lexists(path) else b"{}"
-        return self._member(LABELS, MAX_JSON_BYTES) if LABELS in self._zip.namelist() else b"{}"
+            return super().listing(name) if os.path.lexists(self.root / name) else b"{}"
+        return self._member(name, MAX_JSON_BYTES) if name in self._zip.namelist() else b"{}"
 
     def _member(self, name: str, most: int) -> bytes:
         """The first bytes of a member; a whole one's CRC is checked. Raises KeyError, OSError, ZIP_ERRORS."""

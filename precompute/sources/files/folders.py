@@ -11,7 +11,7 @@ from ....datasets.errors import RecordRejected
 from ...config import SourceSection
 from .files import FoundFile, SourceFiles
 from .ignored import Ignored
-from .record import MAX_TEXT_BYTES, SourceRecord, captions_of, is_image, json_row, label_of, text_lines, usable_key
+from .record import MAX_TEXT_BYTES, SourceRecord, described, is_image, usable_key
 
 SIDECARS = (".caption", ".txt", ".json")  # captions come from the first of the first two that exists
 IMAGE_FOLDER, TEXT_FOLDERS = "images", ("captions", "labels", "texts", "prompts")  # beside each other, of equal names
@@ -162,12 +162,8 @@ def _until_dot(file: FoundFile) -> str:
 
 def _with_texts(files: SourceFiles, image: FoundFile, beside: dict[str, FoundFile]) -> SourceRecord:
     try:
-        contents = {suffix: _text(files, file) for suffix, file in beside.items()}
-        row = json_row(contents[".json"]) if ".json" in contents else {}
-        captions = captions_of(row)
-        if text := contents.get(".caption", contents.get(".txt")):
-            captions = captions_of({"captions": text_lines(text)})
-        return image.record(label=label_of(row), captions=captions)
+        label, captions = described({suffix[1:]: _text(files, file) for suffix, file in beside.items()})
+        return image.record(label=label, captions=captions)
     except (ValueError, TypeError, RecursionError) as error:
         return image.record(problem=("bad_metadata", str(error)))
     except RecordRejected as reject:

@@ -59,11 +59,6 @@ class SourceRecord:
     width_px: int = 0
     companions: tuple[Place, ...] = ()
 
-    @property
-    def place(self) -> Place:
-        """Location and modification time."""
-        return self.path, self.offset, self.num_bytes, self.mtime_ns
-
 
 def encoded_texts(captions: Sequence[str]) -> list[str]:
     """Captions as encoded: stripped, without empty ones and duplicates."""
@@ -116,20 +111,18 @@ def captions_of(row: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def text_lines(content: bytes) -> list[str]:
-    """Captions of a text file beside an image or in a tar: one a line.
+def described(texts: Mapping[str, bytes]) -> tuple[int, tuple[str, ...]]:
+    """Label and captions of an image, from texts beside it or in its tar.
 
-    Raises: ValueError: not UTF-8.
+    Args:
+      texts: by extension: a label in ``cls``, captions in ``caption`` or ``txt``, one a line; else both in ``json``.
+    Raises: ValueError, TypeError, RecursionError: a text is not UTF-8, not JSON, or as for ``captions_of``.
     """
-    return [line for line in content.decode("utf-8-sig").splitlines() if line.strip()]
-
-
-def json_row(content: bytes) -> dict[str, Any]:
-    """Parse the object in a ``.json`` of an image.
-
-    Raises: ValueError, RecursionError: not an object.
-    """
-    row = json.loads(content)
+    row = json.loads(texts["json"]) if "json" in texts else {}
     if not isinstance(row, dict):
         raise ValueError(".json is not an object")
-    return row
+    if lines := texts.get("caption", texts.get("txt")):
+        row |= {"captions": [line for line in lines.decode("utf-8-sig").splitlines() if line.strip()]}
+    if "cls" in texts:
+        row |= {"label": int(texts["cls"])}
+    return label_of(row), captions_of(row)

@@ -13,16 +13,7 @@ from typing import BinaryIO
 from ....datasets.errors import SourceError
 from ..files.files import FoundFile, SourceFiles
 from ..files.folders import Scan
-from ..files.record import (
-    MAX_TEXT_BYTES,
-    SourceRecord,
-    captions_of,
-    is_image,
-    json_row,
-    label_of,
-    text_lines,
-    usable_key,
-)
+from ..files.record import MAX_TEXT_BYTES, SourceRecord, described, is_image, usable_key
 from ..files.splits import shard_names
 from .members import TarMember, tar_members
 
@@ -99,7 +90,7 @@ def _tar_record(key: str, place: FoundFile, group: _TarRecord) -> SourceRecord |
     image = next(iter(group.images.values()))
     label, captions = -1, ()
     try:
-        label, captions = _tar_texts(group.texts)
+        label, captions = described(group.texts)
     except (ValueError, TypeError, RecursionError) as error:
         problem = problem or ("bad_metadata", str(error))
     if len(group.images) > 1:
@@ -109,11 +100,3 @@ def _tar_record(key: str, place: FoundFile, group: _TarRecord) -> SourceRecord |
     if image.problem:
         problem = ("bad_metadata", image.problem)
     return SourceRecord(key, place.path, image.offset, image.size, place.mtime_ns, label, captions, problem)
-
-
-def _tar_texts(members: dict[str, bytes]) -> tuple[int, tuple[str, ...]]:
-    """Label and captions of a record: ``.cls`` and ``.txt``, else those in ``.json``."""
-    row = json_row(members["json"]) if "json" in members else {}
-    label = label_of({"label": int(members["cls"])} if "cls" in members else row)
-    captions = captions_of({"captions": text_lines(members["txt"])} if "txt" in members else row)
-    return label, captions

@@ -103,7 +103,7 @@ def place_of(store: LatentStore, path: str) -> Place:
         index, keys = store.index(bucket), store.records["key"].to_pylist()
         named = {row: keys[i] for row, i in zip(index.rows.tolist(), index.records.tolist(), strict=True)}
     else:
-        starts = [] if "/null" in array else store.tokens.starts.tolist()
+        starts = [] if "/null" in array else store.text().starts.tolist()
         named = dict(zip(starts, store.captions["text"].to_pylist(), strict=False))
     return Place(bucket, shard, revision, {row - rows.start: name for row, name in named.items() if row in rows})
 

@@ -47,7 +47,7 @@ def test_a_caption_is_what_the_encoder_gave_narrowed_once_and_its_quality_is_tha
     images, root, dtype = grown
     store = LatentStore(root)
     assert (store.spec.text and store.spec.text.dtype) == dtype
-    assert store.tokens.arrays[0].dtype == ON_DISK[dtype]
+    assert store.text().arrays[0].dtype == ON_DISK[dtype]
     assert store.captions.num_rows >= 5
     for i, row in enumerate(store.captions.to_pylist()):
         wanted, found = encoded(row["text"]), store.caption_embedding(i)

@@ -130,7 +130,7 @@ def test_a_record_says_where_its_bytes_lie_and_if_they_changed(caption_store: La
             assert web.get(f"{ROOT}/{other}").status_code == 200
     assert tree_digest(store.path) == before
     texts = [store.captions["text"][number].as_py() for number in record.caption_ids]
-    numbers = f"{offset:,}", f"{length:,}", f"{store.checksums[4]:016x}"
+    numbers = f"{offset:,}", f"{length:,}", f"{store.checksums()[4]:016x}"
     assert [shown for shown in (path, *numbers, *texts, *store.records.column_names) if shown not in page] == []
     assert "matches" in text_of(page)
     content[offset] ^= 1
