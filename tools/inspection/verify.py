@@ -173,4 +173,5 @@ def _state(checked: Verification) -> str:
         return f"DAMAGED: run 'leandit verify {shlex.quote(checked.store)} --repair --source PATH'"
     if not checked.complete:
         return "whole so far, but incomplete: run the same precompute command again"
-    return "whole" + (", with warnings" if checked.findings else "")
+    state = "whole by sizes and metadata; bytes were not read" if checked.mode == "quick" else "whole"
+    return state + (", with warnings" if checked.findings else "")
