@@ -80,10 +80,6 @@ class BatchOrder(Protocol):
         """
         ...
 
-    def batch_at(self, number: int) -> PlannedBatch:
-        """Global batch ``number``, counted from 0. Raises: IndexError: the number is negative."""
-        ...
-
     def identity(self) -> dict[str, Any]:
         """Plain values of everything that decides the order, except the stores' root hashes."""
         ...

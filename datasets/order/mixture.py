@@ -51,10 +51,6 @@ class _Nested:
         """The plans of all parts, in order."""
         return tuple(plan for order in self._orders for plan in order.plans)
 
-    def batch_at(self, number: int) -> PlannedBatch:
-        """Global batch ``number``, counted from 0. Raises: IndexError: the number is negative."""
-        return self.batches(number, 1)[0]
-
     def batches(self, first: int, count: int) -> list[PlannedBatch]:
         """Global batches ``first`` to ``first + count - 1``. Raises: IndexError: the number is negative."""
         places = [self.part_of(number) for number in range(first, first + count)]

@@ -186,12 +186,6 @@ class RemoteFolder:
         for thread in threads:
             thread.join()
 
-    def __enter__(self) -> RemoteFolder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _check(self, entry: FileEntry) -> None:
         """Refuse a shard that can never be fetched, before any is."""
         if not _NAME.fullmatch(name_of(entry)):  # not trusted, and used as a file name

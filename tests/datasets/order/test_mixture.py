@@ -86,7 +86,7 @@ def test_a_mixture_or_stages_that_cannot_be_are_refused() -> None:
 
 @given(orders, st.integers(0, 60), st.integers(0, 30))
 def test_the_batches_of_any_order_are_those_one_by_one(order: BatchOrder, first: int, count: int) -> None:
-    alone = [order.batch_at(number) for number in reversed(range(first, first + count))]
+    alone = [order.batches(number, 1)[0] for number in reversed(range(first, first + count))]
     assert values(order.batches(first, count)) == values(alone[::-1])
     for batch in alone:
         assert batch.bucket in order.plans[batch.plan].buckets
@@ -96,7 +96,7 @@ def test_the_batches_of_any_order_are_those_one_by_one(order: BatchOrder, first:
         mine = [batch for batch in whole if batch.plan == which]
         assert [batch[1:] for batch in values(mine)] == [batch[1:] for batch in values(plan.batches(0, len(mine)))]
     with pytest.raises(IndexError, match="-1"):
-        order.batch_at(-1)
+        order.batches(-1, 1)
 
 
 def test_a_change_anywhere_beneath_is_named() -> None:

@@ -559,9 +559,9 @@ def test_threads_in_a_narrow_folder_read_right_bytes_and_never_exceed_it(tmp_pat
 
 
 def test_shards_of_an_earlier_run_are_used_again_and_count(tmp_path: Path) -> None:
-    with made_up(tmp_path / "local") as folder:
-        for path in PATHS[:4]:
-            folder.fetch(path)
+    folder = made_up(tmp_path / "local")
+    for path in PATHS[:4]:
+        folder.fetch(path)
     FaultyFileSystem.requests.clear()
     folder = made_up(tmp_path / "local", sum(SIZES[:4]))
     assert [folder.fetch(path).read_bytes() for path in PATHS[:4]] == [CONTENT[path] for path in PATHS[:4]]
