@@ -7,10 +7,11 @@ import random
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from faults import flip
 from noise_store import make_store
-from stores import bytes_in, copy_of, files_of, make_plain, small_shards
+from stores import Everything, bytes_in, copy_of, files_of, make_plain, small_shards
 
 from leandit.datasets.errors import DamageError, RecipeError
 from leandit.datasets.loader import make_loader
@@ -138,6 +139,29 @@ def test_the_error_of_a_caption_names_it_and_its_shard_where_captions_are_read(p
     with pytest.raises(DamageError, match=rf"caption 9 \('.*'\) of text encoder '' in shard '{path}'"):
         epoch_of(plain)
     assert len(list(make_loader(LatentStore(plain), global_batch=8, text="none"))) == 5
+
+
+def test_every_array_of_a_batch_is_compared(everything: Everything, tmp_path: Path) -> None:
+    store = LatentStore(copy_of(everything.grown, tmp_path / "copy"))
+    arrays: dict[str, dict[str, np.ndarray]] = {}  # first rows of records or captions, by path, by kind of array
+    for bucket in store.buckets:
+        for path in [path for path in store.layouts if path.startswith(f"buckets/{bucket}/")]:
+            arrays.setdefault(path.split("/", 2)[2], {})[path] = store.index(bucket).rows
+    for text in map(store.text, store.texts):
+        arrays |= {one.path: {one.path: text.starts} for one in (text.arrays if text.spec.has_tokens else ())}
+        arrays |= {text.pooled.path: {text.pooled.path: text.pooled_rows}} if text.spec.pooled_width else {}
+    assert len(arrays) > 12
+    for paths in arrays.values():
+        places = [store.array(path).place(row)[:2] for path, rows in paths.items() for row in sorted(rows.tolist())]
+        opened = dict(reversed(places))  # opening a shard compares its first
+        later = [(shard, first) for shard, first in places if first != opened[shard]]
+        for shard, first in later:
+            flip(store.path / shard, 8 * first)
+        with pytest.raises(DamageError, match="not match its checksum"):
+            epoch_of(store.path)
+        for shard, first in later:
+            flip(store.path / shard, 8 * first)
+    assert epoch_of(store.path)
 
 
 def test_a_batch_with_a_damaged_row_is_never_handed_out(plain: Path) -> None:

@@ -45,14 +45,14 @@ def test_everything_that_is_there_twice_may_be_lost_at_once(grown_store: Path, r
     assert tree_digest(root) == tree_digest(grown_store)
 
 
-@pytest.mark.parametrize(("how", "revision"), [("half", 1), ("a flipped bit", 3)])
+@pytest.mark.parametrize(("how", "revision"), [(("half", "a flipped bit"), 1), (("a flipped bit", "half"), 3)])
 @pytest.mark.parametrize("name", REVISION_FILES)
 def test_what_both_copies_have_lost_is_reported_and_nothing_is_made_worse(
-    name: str, revision: int, how: str, grown_store: Path, root: Path
+    name: str, revision: int, how: tuple[str, str], grown_store: Path, root: Path
 ) -> None:
     both = [f"revisions/{revision:06d}/{folder}{name}" for folder in ("", "twin/")]
-    for path in both:
-        DAMAGES[how][0](root / path)
+    for path, damage in zip(both, how, strict=True):
+        DAMAGES[damage][0](root / path)
     before = tree_digest(root)
     found = verify_store(root)
     assert found.damaged

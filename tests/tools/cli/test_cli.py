@@ -395,10 +395,10 @@ def test_a_young_average_and_raw_weights(label_store: LatentStore, tmp_path: Pat
     sample = ["sample", tmp_path / "run", "--out", tmp_path / "out", "--label", 1, "--steps", 2]
     assert young in leandit(*sample).err
     assert young not in leandit(*sample, "--weights", "raw").err
-    for weights, kind in (("averaged", "snapshot"), ("raw", "checkpoint")):
+    for weights, group in (("averaged", "ema"), ("raw", "model")):
         out = tmp_path / weights
         leandit("export", tmp_path / "run", "--out", out, "--format", "official", "--weights", weights)
-        trained = load_file(tmp_path / f"run/{kind}-3/model.safetensors")
+        trained = load_file(tmp_path / f"run/checkpoint-3/{group}.safetensors")
         written = load_file(out / "DiT-S-4.safetensors")
         assert all(torch.equal(written[name.removeprefix("net.")], tensor) for name, tensor in trained.items())
     tuned = [*train, "--run", tmp_path / "tuned", "--set", f"model.init_from={tmp_path / 'run'}"]
