@@ -23,10 +23,9 @@ from ...datasets.errors import LeanditError, RecipeError, StoreWarning
 from ...train.parallel.stop import EXIT_CTRL_C, StopRequest, Terminated, message_of_rank, record_error
 from ..terminal.text import QUIET, printable, show_decisions
 from .options import print_error
-from .verbs.bench import bench
 from .verbs.export import export, publish
 from .verbs.look import report, view
-from .verbs.plan import plan
+from .verbs.plan import bench, plan
 from .verbs.precompute import import_, precompute
 from .verbs.sample import evaluate, sample
 from .verbs.start import demo, recipes

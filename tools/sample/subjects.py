@@ -25,8 +25,8 @@ from ...precompute.encoders.model_files import nothing_fetched
 from ...precompute.encoders.text.encoder import CaptionEncoder, EncodedCaptions
 from ...precompute.encoders.text.tokenizer import CaptionTokenizer
 from ...train.models.conditioning import Conditioning
+from ...train.run.evaluation.grids import EditRecords
 from ...train.run.manifest import read_run_manifest
-from ...train.sampling.edits import EditRecords
 from ...train.sampling.snapshot import Snapshot, text_encoders
 from ...train.weights.folders import RUN
 from .request import SampleRequest, find_labels

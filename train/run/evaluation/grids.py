@@ -11,13 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ....datasets.batches.captions import Captions, captions_of
+from ....datasets.batches.latents import mean_latents
+from ....datasets.batches.row_checks import check_rows
 from ....datasets.errors import RecipeError
+from ....datasets.format.schema import LatentSpec
 from ....datasets.order.filters import label_indices
 from ....datasets.order.slices import spread
 from ....datasets.store import LatentStore
 from ...metrics.flops import tokens_per_image
 from ...models.conditioning import Conditioner, Conditioning, select
-from ...sampling.edits import EditRecords
 from ...sampling.guided import SamplingModel, Solver, draw_latents
 from ..state import Run
 
@@ -46,6 +48,39 @@ class Subjects(NamedTuple):
             return conditioner(torch.tensor(self.labels, device=device), {})
         given = conditioner(None, {name: text.to(device) for name, text in self.captions.items()})
         return given if self.reference is None else given._replace(reference=self.reference.to(device))
+
+
+class EditRecords:
+    """The records of a bucket, to edit their companion image.
+
+    Args:
+      name: of the companion.
+      latent: how stored rows become the model's input.
+      check: compare the rows with their checksums when they are read; those of a store at a URL already were.
+    Raises: UnknownKey: the store has no such bucket or companion.
+    """
+
+    def __init__(self, store: LatentStore, name: str, bucket: str, latent: LatentSpec, *, check: bool = True) -> None:
+        self.store, self._latent, self._place = store, latent, (bucket, name)
+        self._checks = check and store.remote is None
+        self._index, self._images = store.index(bucket), store.companion(name, bucket)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def caption_ids(self, positions: np.ndarray) -> list[int]:
+        """Ids of the first captions of records, by their positions in the index of the bucket."""
+        return self._index.caption_ids[self._index.caption_starts[:-1][positions]].tolist()
+
+    def latents(self, positions: np.ndarray) -> Tensor:
+        """Their images as the model sees them: (B, C, H, W) float32, the mean of the posterior, shifted and scaled.
+
+        Raises: DamageError: a row does not match its checksum.
+        """
+        rows = self._index.rows[positions]
+        if self._checks:
+            check_rows(self.store, *self._place, rows, self._index.records[positions])
+        return mean_latents(torch.from_numpy(self._images.take(rows)), self._latent)
 
 
 def draw_grid(run: Run, subjects: Subjects, size: tuple[int, int]) -> Tensor:
