@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -66,33 +66,30 @@ class Subjects:
         self._seed, self._evenly, self._own_image = request.seed, evenly, own_image
         self.labels = find_labels(snapshot.state, request.labels, request.captions)
         texts = [caption.strip() for caption in request.captions]
-        requested = self.labels or texts
+        requested: list[int | str] = [*(self.labels or texts)]
         takes_text = snapshot.spec.takes_text
         self._captions = Captions(snapshot, run, request.store, request.text, device) if takes_text else None
         self._embedded = self._captions.embed(texts) if self._captions and texts else []
         self._image = request.image
         self._records = self._open_records(bucket)
-        if self._records and not requested:
-            self.total = min(self.total, len(self._records)) if evenly else self.total
-            self._edited = self._spread(len(self._records), self.total)
-        elif requested:
-            self._choices, self._choose = requested, lambda number: number % len(requested)
-            if self._records:  # each record with all captions
-                choose = self._spread(len(self._records), -(-self.total // len(requested)))
-                self._edited = lambda number: choose(number // len(requested))
-        else:
-            self._choices = (
-                self._captions.store.captions["text"] if self._captions else range(len(snapshot.state["classes"]))
-            )
+        if requested:
+            self._choices, self._chosen = requested, np.resize(np.arange(len(requested)), self.total)
+        elif not self._records:
+            classes = range(len(snapshot.state["classes"] or ()))
+            self._choices = self._captions.store.captions["text"] if self._captions else classes
             self.total = min(self.total, len(self._choices)) if self._captions and evenly else self.total
-            self._choose = self._spread(len(self._choices), self.total)
+            self._chosen = self._spread(len(self._choices), self.total)
+        if self._records:  # each with all requested captions, or with its own
+            each = len(requested) or 1
+            self.total = min(self.total, len(self._records)) if evenly and not requested else self.total
+            self._edited = np.repeat(self._spread(len(self._records), -(-self.total // each)), each)
 
     def __getitem__(self, number: int) -> int | str:
         """The class index or caption of an image."""
         if self._records and not self._embedded:
-            (caption,) = self._records.caption_ids(np.array([self._edited(number)]))
+            (caption,) = self._records.caption_ids(self._edited[[number]])
             return self._records.store.captions["text"][caption].as_py()
-        choice = self._choices[self._choose(number)]
+        choice = self._choices[int(self._chosen[number])]
         return choice if isinstance(choice, int | str) else choice.as_py()
 
     def conditioning(self, numbers: Sequence[int]) -> Conditioning:
@@ -101,7 +98,7 @@ class Subjects:
             labels = torch.tensor([self[number] for number in numbers], device=self._device)
             return self._snapshot.conditioner(labels, {})
         if self._embedded:
-            given = self._captions.conditioning([self._embedded[self._choose(number)] for number in numbers])
+            given = self._captions.conditioning([self._embedded[place] for place in self._chosen[list(numbers)]])
         else:
             given = self._captions.conditioning(self._captions.embed([str(self[number]) for number in numbers]))
         if self._snapshot.spec.reference:
@@ -113,7 +110,7 @@ class Subjects:
         if self._own_image is not None:
             return self._own_image.expand(len(numbers), -1, -1, -1)
         assert self._records, "a model that edits has one or the other"
-        return self._records.latents(np.array([self._edited(number) for number in numbers]))
+        return self._records.latents(self._edited[list(numbers)])
 
     def edits(self) -> dict[str, str]:
         """What identifies the images that are edited; nothing for a model that edits none."""
@@ -141,11 +138,11 @@ class Subjects:
             "--store, or give an image with --image and --caption."
         )
 
-    def _spread(self, num_choices: int, count: int) -> Callable[[int], int]:
-        """From a number to a choice: ``count`` of them spread evenly, again and again if too few, or drawn by seed."""
+    def _spread(self, num_choices: int, count: int) -> np.ndarray:
+        """A choice for each of ``count`` numbers: spread evenly, again and again if too few, or drawn by the seed."""
         if self._evenly:
-            return np.resize(spread(num_choices, count), count).tolist().__getitem__
-        return lambda number: keyed_hash(self._seed, number, CHOICE) % num_choices
+            return np.resize(spread(num_choices, count), count)
+        return np.array([keyed_hash(self._seed, number, CHOICE) % num_choices for number in range(count)])
 
 
 class Captions:

@@ -81,7 +81,7 @@ def test_a_set_is_pngs_and_an_npz_as_adms_evaluator_reads_it(run: Path, tmp_path
 
 def test_classes_are_drawn_uniformly_and_by_number(run: Path) -> None:
     snapshot = load_snapshot(run, CPU)
-    subjects = Subjects(snapshot, run, request(seed=3), CPU, evenly=False, bucket="32x32")
+    subjects = Subjects(snapshot, run, request(seed=3, count=3000), CPU, evenly=False, bucket="32x32")
     labels = np.array([subjects[number] for number in range(3000)])
     assert np.bincount(labels).tolist() == pytest.approx([1000] * 3, abs=100)
     assert (labels[:-1] == labels[1:]).mean() == pytest.approx(1 / 3, abs=0.05)
