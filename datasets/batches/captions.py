@@ -55,6 +55,14 @@ class Captions:
         tokens = torch.cat(list(rows)) if rows else torch.zeros(0, 0)
         return cls.packed(tokens, [len(row) for row in rows] or [0] * len(pooled), pooled=vectors)
 
+    @classmethod
+    def joined(cls, parts: Sequence[Captions]) -> Captions:
+        """The captions of all parts, one part after the other, as numbers."""
+        lengths = [length for part in parts for length in part.lengths]
+        pooled = [part.pooled for part in parts if part.pooled is not None]
+        tokens = torch.cat([part.embeddings for part in parts])
+        return cls.packed(tokens, lengths, pooled=torch.cat(pooled) if pooled else None)
+
     def __len__(self) -> int:
         return len(self.lengths)
 
@@ -138,6 +146,11 @@ def read_captions(tokens: CaptionTokens, caption_ids: np.ndarray, buffers: Buffe
         gathered.append(array.take_ranges(starts, lengths, out=rows))
     scales = torch.from_numpy(gathered[1]) if len(gathered) == 2 else None
     return Captions.packed(_as_tensor(gathered[0], tokens.spec.dtype), lengths.tolist(), scales, pooled)
+
+
+def caption_of(tokens: np.ndarray | None, pooled: np.ndarray | None) -> Captions:
+    """One caption in float32: tokens (L, D) and a pooled vector (P,), None for what its encoder does not give."""
+    return Captions.of(*([] if part is None else [torch.from_numpy(part).float()] for part in (tokens, pooled)))
 
 
 def captions_of(tokens: CaptionTokens, caption_ids: Sequence[int]) -> Captions:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ...datasets.batches.captions import Captions as PackedCaptions
+from ...datasets.batches.captions import caption_of, captions_of
 from ...datasets.errors import EncoderError, RunError, StoreError
 from ...datasets.format.schema import UNKNOWN
 from ...datasets.order.shuffle import keyed_hash
@@ -22,7 +23,7 @@ from ...datasets.revisions.local import vae_of
 from ...datasets.store import LatentStore
 from ...precompute.config import TextSection
 from ...precompute.encoders.model_files import nothing_fetched
-from ...precompute.encoders.text.encoder import CaptionEncoder, EncodedCaptions
+from ...precompute.encoders.text.encoder import CaptionEncoder
 from ...precompute.encoders.text.tokenizer import CaptionTokenizer
 from ...train.models.conditioning import Conditioning
 from ...train.run.evaluation.grids import EditRecords
@@ -32,7 +33,7 @@ from ...train.weights.folders import RUN
 from .request import SampleRequest, find_labels
 
 CHOICE = 1  # third key of the draw of a subject; the noise has seed and number only
-Embedded = dict[str, EncodedCaptions]  # of one caption, by name of the text encoder
+Embedded = dict[str, PackedCaptions]  # one caption, by name of the text encoder
 
 
 class Subjects:
@@ -190,7 +191,7 @@ class Captions:
         for store in reversed(self.stores):
             for caption, row in zip(captions, store.find_captions(list(captions)), strict=True):
                 if row is not None:
-                    embedded[caption] = {name: _stored_caption(store, name, row) for name in self._encoders}
+                    embedded[caption] = {name: captions_of(store.text(name), [row]) for name in self._encoders}
         if missing := [caption for caption in captions if caption not in embedded]:
             embedded |= zip(missing, self.embed_live(missing), strict=True)
         return [embedded[caption] for caption in captions]
@@ -205,14 +206,12 @@ class Captions:
 
     def conditioning(self, embeddings: Sequence[Embedded]) -> Conditioning:
         """The conditioning of some embeddings."""
-        texts = {}
-        for name in self._encoders:
-            rows = [torch.from_numpy(tokens) for each in embeddings if (tokens := each[name].tokens) is not None]
-            pooled = [torch.from_numpy(vector) for each in embeddings if (vector := each[name].pooled) is not None]
-            texts[name] = PackedCaptions.of(rows, pooled).to(self._device)
+        texts = {
+            name: PackedCaptions.joined([each[name] for each in embeddings]).to(self._device) for name in self._encoders
+        }
         return self._snapshot.conditioner(None, texts)
 
-    def _encode(self, name: str, captions: list[str]) -> list[EncodedCaptions]:
+    def _encode(self, name: str, captions: list[str]) -> list[PackedCaptions]:
         made, what = self._encoders[name], f"text encoder '{name}'" if name else "text encoder"
         other = {"model": self._text, "subfolder": "", "tokenizer_subfolder": "", "revision": ""} if self._text else {}
         section = TextSection.model_validate(made["model"] | other)
@@ -227,17 +226,9 @@ class Captions:
             ) from error
         if made["weights_sha256"] not in (encoder.identity.weights_sha256, UNKNOWN):
             raise EncoderError(f"text encoder '{section.model}': not the one that made the store. Check --text.")
-        encoded = [encoder.encode([caption]).row(0) for caption in captions]
+        encoded = [caption_of(*encoder.encode([caption]).row(0)) for caption in captions]
         encoder.release()
         return encoded
-
-
-def _stored_caption(store: LatentStore, name: str, row: int) -> EncodedCaptions:
-    text = store.text(name)
-    return EncodedCaptions(
-        tokens=np.array(text[row], np.float32) if text.spec.has_tokens else None,
-        pooled=np.array(text.pooled_vector(row), np.float32) if text.spec.pooled_width else None,
-    )
 
 
 def _stores_of(run: Path) -> list[LatentStore]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...datasets.batches.batch import Batch
-from ...datasets.batches.captions import Captions
+from ...datasets.batches.captions import caption_of
 from ...datasets.batches.reader import BatchReader
 from ...datasets.batches.stream import BatchStream, is_gpu
 from ...datasets.format.schema import LatentStatistics, StoreSpec
@@ -159,8 +159,7 @@ def null_captions(
         return torch.from_numpy(tokens).float(), None
     nulls = {}
     for text in spec.texts:
-        parts = null_of(text.name)
-        nulls[text.name] = Captions.of(*([] if part is None else [torch.from_numpy(part).float()] for part in parts))
+        nulls[text.name] = caption_of(*null_of(text.name))
     captions, pooled = join_texts(spec, nulls)
     return captions[0], None if pooled is None else pooled[0]
 

@@ -183,11 +183,10 @@ def own_subjects(run: Run) -> Subjects | None:
             f"a caption of its records, or one of its sample captions: {has}{more}. Add it to captions.sample in the "
             "recipe of the store and run the same precompute again: it encodes this caption alone."
         )
-    captions = dict[str, Captions]()
-    for name in stores[0].texts:
-        each = [captions_of(store.text(name), [number]) for store, number in map(places.__getitem__, texts)]
-        vectors = [one.pooled[0] for one in each if one.pooled is not None]
-        captions[name] = Captions.of([one.embeddings for one in each if one.has_tokens], vectors)
+    captions = {
+        name: Captions.joined([captions_of(store.text(name), [each]) for store, each in map(places.__getitem__, texts)])
+        for name in stores[0].texts
+    }
     return Subjects(list(texts), captions=captions)
 
 
