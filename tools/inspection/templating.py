@@ -22,10 +22,10 @@ Rows = dict[str, list[str]]
 """Lines by name."""
 
 
-def environment(*, html: bool = True) -> jinja2.Environment:
-    """The environment of ``templates/``, of pages or of text."""
+def environment(folder: Path = TEMPLATES, *, html: bool = True) -> jinja2.Environment:
+    """The environment of a folder of templates, of pages or of text."""
     templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
+        loader=jinja2.FileSystemLoader(folder),
         autoescape=html,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

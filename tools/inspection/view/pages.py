@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import escape
 from starlette.applications import Starlette
 from starlette.convertors import IntegerConvertor, register_url_convertor
@@ -18,10 +16,12 @@ from starlette.routing import BaseRoute, Route
 
 from .... import __version__
 from ....datasets.errors import DamageError, LeanditError, RecipeError, RowOutOfRange, StoreError, UnknownKey
-from ..report.page import environment
+from ..templating import environment
 
 HERE = Path(__file__).parent
 STATIC = {"view.css": "text/css", "view.js": "text/javascript", "view.svg": "image/svg+xml"}
+PAGES = environment(HERE / "templates")
+PAGES.filters["typed"] = escape  # what the user has typed, for the value of an input: unchanged
 STATUS = {RecipeError: 400, RowOutOfRange: 404, UnknownKey: 404, DamageError: 500, StoreError: 404}
 
 
@@ -37,15 +37,7 @@ register_url_convertor("position", _Position())  # as in "/record/{index:positio
 def render(template: str, **values: Any) -> str:
     """Fill in a template of ``templates/``, with the environment of the reports: every text is escaped, its control
     characters are visible."""
-    return _environment().get_template(template).render(version=__version__, **values)
-
-
-@functools.cache
-def _environment() -> jinja2.Environment:
-    templates = environment()
-    templates.loader = jinja2.FileSystemLoader(HERE / "templates")
-    templates.filters["typed"] = escape  # what the user has typed, for the value of an input: unchanged
-    return templates
+    return PAGES.get_template(template).render(version=__version__, **values)
 
 
 def application(routes: Sequence[BaseRoute], **options: Any) -> Starlette:
