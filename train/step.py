@@ -1,6 +1,6 @@
 """One step: from a batch to an update; and on a GPU, how many images of a bucket fit into a forward.
 
-A step waits for the device with fp16 and optimizers other than AdamW alone.
+No step waits for the device, except those in fp16 with an optimizer other than AdamW.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ FIRST_SCALE = 2.0**16
 GROWTH, BACKOFF = 2.0, 0.5
 GROWTH_STEPS = 2000  # updates without overflow before the scale grows
 SMALLEST_SCALE = 2.0**-10  # below it the model itself overflows
-LEAST_CAPABILITY = (8, 9)  # Ada, then Hopper and Blackwell
-SIDE = 16  # the kernels take matrices whose sides are multiples of it
+LEAST_CAPABILITY = (8, 9)  # for FP8: Ada, then Hopper and Blackwell
+SIDE = 16  # FP8 kernels take matrices whose sides are multiples of it
 
 
 def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
