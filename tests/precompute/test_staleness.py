@@ -30,7 +30,7 @@ from leandit.datasets.errors import FingerprintMismatch
 from leandit.datasets.store import LatentStore
 from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe
-from leandit.precompute.encoders import describe, model_files
+from leandit.precompute.encoders import loading, model_files
 from leandit.precompute.encoders import vae as encoders_module
 from leandit.precompute.encoders.loading import load_encoders
 from leandit.precompute.encoders.model_files import local_folder
@@ -135,11 +135,11 @@ CHANGED: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], list[str]], str]] 
         recipe_with("images.crop=adm", "images.buckets=square"),
         "images.crop is 'bucket' in the store, 'adm' now",
     ),
-    "colour": (code_with(describe, "COLOUR", "with profiles"), "images.colour is "),
+    "colour": (code_with(loading, "COLOUR", "with profiles"), "images.colour is "),
     "store dtype": (recipe_with("store.dtype=float32"), "latent.dtype is 'float16' in the store, 'float32' now"),
     "shard size": (recipe_with("store.shard_mib=2"), "shard_mib is 1 in the store, 2 now"),
     "codec": (recipe_with("store.codec=zstd"), "codec is 'none' in the store, 'zstd' now"),
-    "Pillow": (code_with(describe, "library_majors", major_99), "images.libraries.pillow is "),
+    "Pillow": (code_with(loading, "library_majors", major_99), "images.libraries.pillow is "),
     "torch": (code_with(model_files, "library_majors", major_99), "vae.libraries.torch is "),
 }
 
