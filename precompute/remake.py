@@ -107,8 +107,7 @@ def _keep_intact_rows(root: Path, plan: FrozenPlan, shard: Shard) -> dict[str, n
 
     Rows of records that were rejected are empty, whatever the source holds now, unless it was for a caption.
     """
-    rows = shard.part.items(shard.number)
-    positions = plan.positions_of(shard.part)[rows.start : rows.stop]
+    positions = plan.positions_of(shard.part)[shard.items.start : shard.items.stop]
     records = plan.records.take(pa.array(positions, mask=positions < 0))  # nulls for a row that no record has
     arrays = {path: rows.copy() for path, rows in shard.arrays.items()}
     is_empty = pc.fill_null(pc.not_equal(records["status"], "stored"), True)
@@ -219,7 +218,7 @@ def _compared_record(
     store: LatentStore, plan: FrozenPlan, shard: Shard, row: int, record: Mapping[str, Any]
 ) -> Iterator[Finding | bool]:
     """Compare each group of a record with the store: exact (True), close (False), or a finding with what differs."""
-    part, item = shard.part, row - shard.part.arrays[0].rows_of(shard.number).start
+    part, item = shard.part, row - shard.items.start
     of_shard = Finding("", "not_reproduced", "", plan.revision, part.bucket, shard.number, 1, [record["key"]])
     first = replace(of_shard, path=part.arrays[0].shard_path(shard.number))
     if reject := next((one for one in shard.rejects if one.row == row), None):

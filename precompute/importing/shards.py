@@ -26,11 +26,10 @@ class ImportShard(Shard):
     """A shard whose items are read one by one."""
 
     stage = "encode"
-    num_items: int
 
     def batches(self) -> list[range]:
         """Items of the shard that are read together."""
-        return [range(i, min(i + BATCH, self.num_items)) for i in range(0, self.num_items, BATCH)]
+        return [range(i, min(i + BATCH, len(self.items))) for i in range(0, len(self.items), BATCH)]
 
     def load(self, batch: range, pools: Pools) -> Future[list[Any]]:
         """Start reading some items."""
@@ -50,47 +49,44 @@ class LatentShard(ImportShard):
     """Latents of some rows, and flipped latents if any."""
 
     def __init__(self, plan: FrozenPlan, part: Part, number: int, reader: Reader) -> None:
-        self._rows = part.arrays[0].rows_of(number)
-        self.num_items = len(self._rows)
-        super().__init__(part, number, self.num_items)
+        super().__init__(part, number)
         self._reader = reader
-        self._entries = entries_at(plan, plan.positions_of(part)[self._rows.start : self._rows.stop])
+        self._entries = entries_at(plan, plan.positions_of(part)[self.items.start : self.items.stop])
 
     def read(self, item: int) -> Features | RecordRejected:
-        """The values of a record; rejects are returned."""
+        """A record's row of each array, (1, ...) in the store's dtype; rejects are returned."""
         try:
-            return self._reader.read(self._entries[item])
+            arrays, checksum = self._reader.read(self._entries[item])
+            return _narrowed(arrays, self.part.arrays), checksum
         except RecordRejected as reject:
             return RecordRejected("decode", reject.reason, reject.detail)
 
     def put(self, batch: range, inputs: Any, outputs: list[Features | RecordRejected]) -> Outcomes:
         """Store the rows, or why they are empty."""
-        layouts, outcomes = self.part.arrays, Outcomes()
-        for item, found in zip(batch, outputs, strict=True):
-            key, row = self._entries[item].key, self._rows[item]
-            rows = found if isinstance(found, RecordRejected) else _narrowed(found[0], layouts)
-            if isinstance(rows, RecordRejected) or isinstance(found, RecordRejected):
-                assert isinstance(rows, RecordRejected)
-                self.reject(item, row, key, rows)
-                outcomes.append((key, rows))
+        outcomes = Outcomes()
+        for item, read in zip(batch, outputs, strict=True):
+            key = self._entries[item].key
+            if isinstance(read, RecordRejected):
+                self.reject(item, key, read)
+                outcomes.append((key, read))
             else:
-                self.store(item, layouts, [row] * len(layouts), rows, source_checksum=found[1])
+                self.store(item, read[0], source_checksum=read[1])
                 outcomes.append((key, None))
         return outcomes
 
 
-def _narrowed(arrays: Sequence[np.ndarray], layouts: Sequence[ArrayLayout]) -> list[np.ndarray] | RecordRejected:
-    """A record's row of each array, (1, ...) in the store's dtype."""
+def _narrowed(arrays: Sequence[np.ndarray], layouts: Sequence[ArrayLayout]) -> list[np.ndarray]:
+    """A record's row of each array, (1, ...) in the store's dtype; raises RecordRejected."""
     if len(arrays) < len(layouts):
-        return RecordRejected("decode", "wrong_shape", "there is no flipped copy")
+        raise RecordRejected("decode", "wrong_shape", "there is no flipped copy")
     rows = []
     for values, layout in zip(arrays, layouts, strict=False):
         if values.shape != layout.shape[1:]:
-            return RecordRejected("decode", "wrong_shape", f"shape {values.shape}, planned {layout.shape[1:]}")
+            raise RecordRejected("decode", "wrong_shape", f"shape {values.shape}, planned {layout.shape[1:]}")
         with np.errstate(over="ignore"):  # overflow becomes infinity
             rows.append(values.astype(layout.dtype)[None])
     if not all(np.isfinite(row).all() for row in rows):
-        return RecordRejected("decode", "nonfinite", "NaN or infinity in the features, or beyond store.dtype")
+        raise RecordRejected("decode", "nonfinite", "NaN or infinity in the features, or beyond store.dtype")
     return rows
 
 
@@ -107,11 +103,9 @@ class CaptionShard(ImportShard):
     ) -> None:
         assert part.captions is not None, "a part of captions"
         self._plan, self._layout, self._reader, self._null = plan, part.captions, reader, null
-        self._captions = part.items(number)
-        self.num_items = len(self._captions)
-        super().__init__(part, number, self.num_items)
+        super().__init__(part, number)
         if not part.is_null:
-            self._entries = entries_at(plan, origins[self._captions.start : self._captions.stop])
+            self._entries = entries_at(plan, origins[self.items.start : self.items.stop])
 
     def read(self, item: int) -> np.ndarray:
         """(L, D) tokens, or (P,) a pooled vector.
@@ -134,7 +128,7 @@ class CaptionShard(ImportShard):
                 "Restore it, and run the same command again. Or import into another --store with --set "
                 "text.check=content, where such records are rejected."
             ) from reject
-        wanted = (int(self._layout.num_tokens[self._captions[item]]), *shape[1:]) if spec.has_tokens else shape
+        wanted = (int(self._layout.num_tokens[self.items[item]]), *shape[1:]) if spec.has_tokens else shape
         if values.shape != wanted:
             raise SourceError(
                 f"record '{entry.key}': its caption features are {values.shape} now, {wanted} when the store was "
@@ -147,7 +141,7 @@ class CaptionShard(ImportShard):
 
         Raises: SourceError: the store's dtype cannot hold one.
         """
-        spec, layouts = self._layout.spec, self.part.arrays
+        spec = self._layout.spec
         dtype = spec.dtype if spec.has_tokens else spec.pooled_dtype
         for item, values in zip(batch, outputs, strict=True):
             rows = values.reshape(-1, values.shape[-1]).astype(np.float32)
@@ -159,9 +153,8 @@ class CaptionShard(ImportShard):
                     "store.dtype=source, or with text.check=content, which rejects what is broken."
                 )
             is_narrowed = spec.dtype != "float32" and dtype != values.dtype.name and not self.part.is_null
-            starts = [0] * len(layouts) if self.part.is_null else self._layout.starts_of(self._captions[item])
             measured = quality(rows, stored, dtype) if is_narrowed else None
-            self.store(item, layouts, starts, stored.parts, quality=measured)
+            self.store(item, stored.parts, quality=measured)
         return []
 
 

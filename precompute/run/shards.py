@@ -18,7 +18,6 @@ from ...datasets.format.layout import Part, Task
 from ...datasets.format.schema import Fallback, Reject, TextSpec
 from ...datasets.format.table_schemas import REJECTED, STORED
 from ...datasets.format.token_dtypes import is_storable, narrow, quality
-from ...datasets.format.zarr_shard import ArrayLayout
 from ...datasets.revisions.commits import new_results, nonfinite_caption
 from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.revisions.writer import row_checksum
@@ -35,6 +34,7 @@ class Shard:
     """The rows of one task, empty at first, and what became of them.
 
     Attributes:
+      items: rows of the bucket, or captions counted from the first of the part.
       arrays: by path, (n, ...) rows of this shard.
       results: (items, groups) of ROW_RESULTS.
       model: the caption encoder that must be in memory; None for images.
@@ -44,13 +44,13 @@ class Shard:
     model: CaptionEncoder | None = None
     stage: str
 
-    def __init__(self, part: Part, number: int, num_items: int) -> None:
-        self.part, self.number = part, number
+    def __init__(self, part: Part, number: int) -> None:
+        self.part, self.number, self.items = part, number, part.items(number)
         self.arrays = {
             one.path: np.full((len(one.rows_of(number)), *one.shape[1:]), one.fill_value, one.dtype)
             for one in part.arrays
         }
-        self.results = new_results(part, num_items)
+        self.results = new_results(part, len(self.items))
         self.rejects: list[Reject] = []
         self.fallbacks: list[Fallback] = []
 
@@ -81,8 +81,6 @@ class Shard:
     def store(
         self,
         item: int,
-        layouts: Sequence[ArrayLayout],
-        first_rows: Sequence[int],
         values: Sequence[np.ndarray],
         *,
         group: int = 0,
@@ -93,15 +91,19 @@ class Shard:
         """Store the rows of one record or caption.
 
         Args:
-          item: of the shard's results.
-          first_rows: of each array, counted over the whole array.
-          values: (rows, ...) of each array.
+          item: its place among the shard's items.
+          values: (rows, ...) of each array of its group.
           group: number of the group of arrays.
           quality: what narrowing cost.
           source_checksum: of the file that was encoded.
           size: height and width in pixels of the image in it.
         """
-        stored = []
+        part, stored = self.part, []
+        layouts = part.arrays if part.captions else list(part.groups.values())[group]
+        if part.captions and not part.is_null:
+            first_rows = part.captions.starts_of(self.items[item])
+        else:
+            first_rows = [self.items[item]] * len(layouts)
         for layout, first, rows in zip(layouts, first_rows, values, strict=True):
             start = first - layout.rows_of(self.number).start
             stored.append(self.arrays[layout.path][start : start + len(rows)])
@@ -112,9 +114,10 @@ class Shard:
         if quality:
             result["min_cosine"], result["max_error"] = quality
 
-    def reject(self, item: int, row: int, key: str, reject: RecordRejected) -> None:
+    def reject(self, item: int, key: str, reject: RecordRejected) -> None:
         """Leave the rows of a record or caption empty."""
-        self.rejects.append(Reject(row=row, key=key, stage=reject.stage, reason=reject.reason, detail=reject.detail))
+        why = {"stage": reject.stage, "reason": reject.reason, "detail": reject.detail}
+        self.rejects.append(Reject(row=self.items[item], key=key, **why))
         self.results["state"][item] = REJECTED
 
 
@@ -159,16 +162,15 @@ class ImageShard(Shard):
         again: bool = False,
         wanted: Set[int] | None = None,
     ) -> None:
-        self._rows = images.part.arrays[0].rows_of(number)
-        super().__init__(images.part, number, len(self._rows))
+        super().__init__(images.part, number)
         self._images, self._black, self._again, self._wanted = images, black, again, wanted
         self._columns = [columns[group] for group in images.part.groups]
         self._max_rows = self._batch_size = images.spec.latent.batch_size
 
     def batches(self) -> list[range]:
         """Rows of each batch."""
-        starts = range(self._rows.start, self._rows.stop, self._batch_size)
-        batches = [range(start, min(start + self._batch_size, self._rows.stop)) for start in starts]
+        starts = range(self.items.start, self.items.stop, self._batch_size)
+        batches = [range(start, min(start + self._batch_size, self.items.stop)) for start in starts]
         return batches if self._wanted is None else [rows for rows in batches if self._wanted & set(rows)]
 
     def load(self, batch: range, pools: Pools) -> Future[ImageBatch]:
@@ -211,7 +213,7 @@ class ImageShard(Shard):
         for i, (row, image) in enumerate(zip(batch, inputs.images, strict=True)):
             if image is None:
                 continue
-            item, position = row - self._rows.start, int(self._images.positions[row])
+            item, position = row - self.items.start, int(self._images.positions[row])
             if isinstance(image, Decoded):
                 assert outputs is not None
                 assert inputs.views is not None
@@ -219,14 +221,14 @@ class ImageShard(Shard):
             else:
                 result = image
             if isinstance(result, RecordRejected):
-                self.reject(item, row, self._images.keys[row], result)
+                self.reject(item, self._images.keys[row], result)
                 outcomes.append((self._images.keys[row], result))
                 continue
             assert isinstance(image, Decoded)
-            for number, (group, layouts) in enumerate(self.part.groups.items()):
+            for number, group in enumerate(self.part.groups):
                 file = image.companions[group] if group in self._images.companions else image
                 self.store(
-                    *(item, layouts, [row] * len(layouts), [values[None] for values in result.rows[number]]),
+                    *(item, [values[None] for values in result.rows[number]]),
                     group=number,
                     quality=result.qualities[number],
                     source_checksum=file.source_checksum,
@@ -252,22 +254,21 @@ class CaptionShard(Shard):
     ) -> None:
         assert part.captions is not None, "a task of captions"
         self._layout, self.model, self._wanted = part.captions, encoder, wanted
-        self._captions = part.items(number)
-        super().__init__(part, number, len(self._captions))
+        super().__init__(part, number)
         self._texts = [""]
         if not part.is_null:
             texts = plan.captions_of(part)["text"]
-            self._texts = texts.slice(self._captions.start, len(self._captions)).to_pylist()
+            self._texts = texts.slice(self.items.start, len(self.items)).to_pylist()
 
     def batches(self) -> list[np.ndarray]:
         """Captions of equal length, by their position in the shard."""
         if self.part.is_null:
             return [np.zeros(1, int)]
-        lengths = self._layout.num_tokens[self._captions.start : self._captions.stop]
+        lengths = self._layout.num_tokens[self.items.start : self.items.stop]
         batches = equal_length_batches(lengths, self._layout.spec.batch_size)
         if self._wanted is None:
             return batches
-        return [batch for batch in batches if self._wanted & set((self._captions.start + batch).tolist())]
+        return [batch for batch in batches if self._wanted & set((self.items.start + batch).tolist())]
 
     def load(self, batch: np.ndarray, pools: Pools) -> Future[list[str]]:
         """The texts; nothing has to be read."""
@@ -284,20 +285,19 @@ class CaptionShard(Shard):
 
         Raises: EncoderError: a value exceeds its range.
         """
-        layouts, outcomes, is_finite = self.part.arrays, Outcomes(), outputs.is_finite
+        outcomes, is_finite = Outcomes(), outputs.is_finite
         for number, i in enumerate(batch.tolist()):
             if not is_finite[number]:
                 assert self.model is not None
                 detail = nonfinite_caption(inputs[number], self.model.identity.class_name)
                 reject = RecordRejected("encode", "nonfinite_caption", detail)
-                self.reject(i, self._captions[i], inputs[number], reject)
+                self.reject(i, inputs[number], reject)
                 outcomes.append((inputs[number][:80], reject))
                 continue
             outcomes.append((inputs[number][:80], None))
-            starts = [0] * len(layouts) if self.part.is_null else self._layout.starts_of(self._captions[i])
             with of_table(self._layout.name):
                 rows, measured = stored_caption(*outputs.row(number), self._layout.spec)
-            self.store(i, layouts, starts, rows, quality=measured)
+            self.store(i, rows, quality=measured)
         return outcomes
 
 
