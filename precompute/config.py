@@ -53,7 +53,7 @@ class SourceSection(Section):
     missing_caption: Literal["reject", "null"] = "reject"
     """An image without a caption, if text is encoded: "null" stores it with the null caption."""
     max_reject_share: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Stop when rejects exceed this share of all records (and also exceed ten, or half of all)."""
+    """Stop when rejects exceed this share of all records, and also ten (or half of all, if that is fewer)."""
     max_rejects_in_a_row: Annotated[int, Field(ge=1)] = 100
     """Stop after this many rejects in a row."""
 
@@ -226,7 +226,7 @@ class FeatureSection(Section):
     revision: str = ""
     """Commit of the hub's repository; empty: the newest, which the store records."""
     output: Literal["patches", "cls", "both", "embedding"] = "patches"
-    """"patches": a token each, for REPA. "cls": the class token. "both": for REG. "embedding": CLIP's, as "cls"."""
+    """"patches": a token each, for REPA. "cls": class token. "both": for REG. "embedding": CLIP's, read as "cls"."""
     layer: Annotated[int, Field(ge=-1, le=1000)] = -1
     """Hidden state to store, 0 before the first block; -1: the model's output, after the final norm."""
     resolution: Annotated[int, Field(ge=0, le=8192)] = 0

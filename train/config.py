@@ -99,7 +99,7 @@ class OptimizerSection(Section):
     lr: Annotated[float, Field(gt=0)] = 1e-4
     """Peak learning rate."""
     lr_base_batch: Count = 0
-    """Batch size that lr is meant for: lr is multiplied by sqrt(run.global_batch / lr_base_batch); 0: it is not."""
+    """Batch size that lr is meant for: lr is multiplied by sqrt(run.global_batch / lr_base_batch); 0: no scaling."""
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=3)] = Field(
         default=[0.9, 0.999, 0.9999]
     )

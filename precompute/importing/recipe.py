@@ -22,7 +22,7 @@ class ImportSource(Section):
     num_classes: Annotated[int, Field(ge=0)] = 0
     """Number of classes; 0: one more than the largest label."""
     max_reject_share: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Stop when rejects exceed this share of all records (and also exceed ten, or half of all)."""
+    """Stop when rejects exceed this share of all records, and also ten (or half of all, if that is fewer)."""
     max_rejects_in_a_row: Annotated[int, Field(ge=1)] = 100
     """Stop after this many rejects in a row."""
 
@@ -91,7 +91,7 @@ class ImportStore(Section):
     """The format on disk."""
 
     dtype: Literal["source", "float16", "float32"] = "source"
-    """Dtype of latents and caption embeddings; "source": theirs, so no number changes (bfloat16 latents: float32)."""
+    """Dtype of latents and caption embeddings; "source": as in the source, exactly (bfloat16 latents: float32)."""
     text_dtype: Literal["same", "source", "float16", "bfloat16", "float32", "int8"] = "same"
     """Dtype of caption embeddings: "same" as store.dtype; "int8", with a scale per token, halves bfloat16."""
     shard_mib: Annotated[int, Field(ge=1, le=4096)] = 64
