@@ -22,7 +22,7 @@ from leandit.train.loop import train
 from leandit.train.metrics.history import StepReport
 from leandit.train.metrics.meter import StepResult
 from leandit.train.optim import precision
-from leandit.train.parallel import build, deepspeed_engine
+from leandit.train.parallel import deepspeed_engine, engine
 from leandit.train.parallel.stop import StopRequest
 from leandit.train.run import state as run_state
 from leandit.train.run.evaluation.decoding import Decoding
@@ -43,7 +43,7 @@ def fail_at(step: int) -> None:
 
 def compute_in_bf16() -> None:
     """From here on, as a GPU does; a CPU is asked for float32 else, because it is slow."""
-    for module in (build, deepspeed_engine, run_state):
+    for module in (engine, deepspeed_engine, run_state):
         module.autocast_dtype = lambda *_: torch.bfloat16
 
 
@@ -56,7 +56,7 @@ def compile_eagerly() -> None:
 
 def count_weights() -> None:
     """Print how many numbers of the model this rank has in memory before and after it is sharded."""
-    shard = build.shard
+    shard = engine.shard
 
     def counted(model: torch.nn.Module, *args: Any) -> None:
         before = sum(p.numel() for p in model.parameters() if not p.is_meta)
@@ -64,7 +64,7 @@ def count_weights() -> None:
         after = sum(p.to_local().numel() for p in model.parameters())  # pyright: ignore[reportAttributeAccessIssue]
         print(json.dumps({"weights": [before, after]}), flush=True)
 
-    build.shard = counted
+    engine.shard = counted
 
 
 def compile_nothing() -> None:

@@ -43,7 +43,7 @@ from ...datasets.errors import LeanditError
 from ...train.metrics.flops import latent_size_of
 from ...train.models.diffusers.adapters import trained_parameters
 from ...train.optim.state import is_sharded
-from ...train.parallel import build
+from ...train.parallel import engine as engine_module
 from ...train.parallel.ranks import ALONE, Ranks
 from ...train.run import state as state_module
 from ...train.run.state import Run
@@ -240,23 +240,23 @@ def _prepare(request: step_memory.TraceRequest) -> None:
     import torch.distributed._tools.fake_collectives  # registers collectives of fake tensors
 
     dtype = torch.bfloat16 if request.precision == "bf16" else None
-    modules: list[Any] = [state_module, build]
+    modules: list[Any] = [state_module, engine_module]
     ddp: Any = importlib.import_module("torch.nn.parallel.distributed")
     nn.Module._apply = lambda module, *_, **__: module  # it cannot move fake tensors, which are in place  # pyright: ignore
     ddp._verify_param_shape_across_processes = lambda *_, **__: None
     ddp._sync_module_states = lambda *_, **__: None
-    make_mesh = build._mesh
+    make_mesh = engine_module._mesh
 
     def real_mesh(*args: Any) -> Any:
         with _disable_current_modes():  # its ranks are numbers
             return make_mesh(*args)
 
-    build._mesh = real_mesh
+    engine_module._mesh = real_mesh
     if request.strategy.zero is not None:
         _prepare_deepspeed()
         modules.append(importlib.import_module("leandit.train.parallel.deepspeed_engine"))
     state_module.first_device = lambda *_: CPU  # as the first rank: fake tensors take no memory, and need no weights
-    build.load_whole = lambda *_, **__: None
+    engine_module.load_whole = lambda *_, **__: None
     for module in modules:  # on the GPU that is planned for, whatever this machine has
         module.autocast_dtype = lambda precision, device: dtype
 

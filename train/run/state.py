@@ -17,7 +17,7 @@ from ...datasets.loader import BatchLoader
 from ...datasets.revisions.local import encoder_section, vae_of
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
-from ..models.blocks import checkpoint_blocks
+from ..models.blocks import checkpoint_blocks, compile_blocks
 from ..models.build import build_model, patch_of
 from ..models.conditioning import NO_EXTRAS, Conditioner, Conditioning, Extras, Microbatch, ModelOutput
 from ..models.diffusers.adapters import add_adapters, narrow_frozen
@@ -25,9 +25,9 @@ from ..models.dit import DiT
 from ..models.spec import ModelSpec
 from ..objectives.losses import noised
 from ..optim.precision import autocast_dtype, check_fp8, set_precision, use_fp8
-from ..parallel.build import SHARDED, build_engine, first_device
 from ..parallel.deepspeed_config import may_compile
-from ..parallel.engine import Engine
+from ..parallel.deepspeed_engine import DeepSpeedEngine
+from ..parallel.engine import SHARDED, Engine, build_engine, first_device
 from ..parallel.ranks import ALONE, Ranks, choose_strategy, from_first
 from ..techniques.registry import features_of, routed_blocks, techniques_of
 from ..techniques.technique import Technique
@@ -214,12 +214,18 @@ def build_run(
         set_precision(recipe, spec)
     if recipe.run.fp8 != "none":
         use_fp8(model, recipe.run.fp8)
+    if compiled:
+        compile_blocks(model.blocks)
+    if strategy == "deepspeed":
+        engine = DeepSpeedEngine(recipe, model.to(device), ranks, device)
+    else:
+        engine = build_engine(recipe, model, ranks, device)
     names, stored = features_of(recipe), store.features if store else ()
     null_caption, null_pooled = (part if part is None else part.to(device) for part in nulls)
     return Run(
         recipe=recipe,
         spec=spec,
-        engine=build_engine(recipe, model, ranks, device, compiled=compiled),
+        engine=engine,
         ranks=ranks,
         conditioner=Conditioner(spec, null_caption, null_pooled),
         device=device,

@@ -96,7 +96,7 @@ def test_a_step_waits_for_nothing_and_multiplies_in_8_bits(model: str, monkeypat
     """On fake tensors, with the products of the forward in FP8."""
     with fake_cuda(monkeypatch):
         gradients_of_zeros(monkeypatch)
-        monkeypatch.setattr("leandit.train.parallel.build.compile_blocks", lambda *_, **__: None)
+        monkeypatch.setattr("leandit.train.run.state.compile_blocks", lambda *_, **__: None)
         steps = TinySteps(model, CUDA, "run.fp8=rowwise", compiled=True)
         steps.step(3)
         with RefuseWaits(), Products() as seen:
