@@ -11,6 +11,7 @@ import torch
 from making import CPU
 from torch import Tensor, nn
 
+from leandit.datasets.batches.captions import Captions
 from leandit.datasets.errors import RecipeError
 from leandit.datasets.order.shuffle import keyed_hash
 from leandit.train.models.conditioning import Conditioner, Conditioning
@@ -162,6 +163,18 @@ def test_guidance_of_the_first_channels_leaves_the_others_as_they_are(kind: Any)
     torch.testing.assert_close(first[:, :1], all_of_them[:, :1])
     torch.testing.assert_close(first[:, 1:], plain[:, 1:])
     assert (first[:, :1] - plain[:, :1]).abs().max() > 1
+
+
+def test_captions_are_guided_away_from_the_null_caption() -> None:
+    def model(x: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
+        captions = conditioning.valid_captions
+        means = [tokens.mean() for tokens in captions.embeddings.split(captions.lengths)]
+        return torch.stack(means)[:, None, None, None].expand_as(x)
+
+    spec, captions = LABELS.model_copy(update={"caption_width": 1}), Captions.of([torch.ones(2, 1), -torch.ones(3, 1)])
+    drawn = SamplingModel(model, spec, OBJECTIVES[0], Conditioner(spec, torch.full((4, 1), 3.0)))
+    forward = guided(drawn, Conditioning(captions=captions), Solver(guidance=3.0), (8, 8))
+    assert forward(torch.zeros(2, 128), 500.0).mean(1).tolist() == [3 + 3 * (1 - 3), 3 + 3 * (-1 - 3)]
 
 
 def test_the_learned_variance_is_what_the_ancestral_sampler_draws_with() -> None:
