@@ -36,10 +36,13 @@ class SampleRequest:
         ),
     ] = None
     batch: Annotated[int, Option(min=1, help="Images generated at once.")] = 64
-    image: Annotated[
-        Path | None,
-        Option(help="Image to edit, for a model with model.reference; default: the companion images of the store."),
-    ] = None
+    images: Annotated[
+        list[Path],
+        Option(
+            "--image",
+            help="Image to edit, for a model with model.reference; default: the companion images of the store.",
+        ),
+    ] = field(default_factory=list)
     bucket: Annotated[str | None, Option(help="HxW in pixels; default: the most common bucket.")] = None
     guidance: Annotated[float, Option(help="Classifier-free guidance scale; 1: none.")] = 4.0
     guidance_times: Annotated[
@@ -82,8 +85,10 @@ class SampleRequest:
     store: Path | None = None
 
     def __post_init__(self) -> None:
-        """Raise RecipeError for an invalid interval."""
+        """Raise RecipeError for an invalid interval, or several images."""
         _ = self.interval
+        if len(self.images) > 1:
+            raise RecipeError(f"--image: expected one image, got {len(self.images)}. Run the command for each of them.")
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -100,6 +105,11 @@ class SampleRequest:
                 f"--guidance-times '{self.guidance_times}': expected two times, 0 (data) to 1 (noise), such as 0.1,0.8."
             )
         return low, high
+
+    @property
+    def image(self) -> Path | None:
+        """The image to edit, if one is given."""
+        return self.images[0] if self.images else None
 
     @property
     def num_subjects(self) -> int:

@@ -92,7 +92,8 @@ class ImageSampler:
         own_image, self._warnings = None, [self.snapshot.warning]
         if not self.decoder.is_own:
             other = self.decoder.identity.model
-            self._warnings.append(f"decoded by '{other}', which is not the VAE that the store was made with")
+            what = "encoded and decoded" if request.image else "decoded"
+            self._warnings.append(f"{what} by '{other}', which is not the VAE that the store was made with")
         if request.image:
             buckets = [self.bucket] if request.bucket else list(snapshot.state["buckets"])
             pixels, self.bucket, cropped = read_own_image(request.image, buckets)
@@ -103,7 +104,8 @@ class ImageSampler:
     def summary(self) -> dict[str, Any]:
         """The settings of the images, as plain values.
 
-        It has a warning of a young average, another VAE than that of the store, an image that loses much to its crop.
+        It has a warning of a young average, another VAE than that of the store, an image that loses much to its crop,
+        a caption that is cut off.
         """
         return {
             "snapshot": self.snapshot.path.name,
@@ -112,7 +114,7 @@ class ImageSampler:
             "bucket": self.bucket,
             "sampler": self.sampler,
             "guidance": self.request.guidance,
-            "warning": "; ".join(filter(None, self._warnings)) or None,
+            "warning": "; ".join(filter(None, [*self._warnings, *self.subjects.warnings])) or None,
         }
 
     def draw(self, numbers: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:

@@ -19,7 +19,8 @@ from ...datasets.errors import EncoderError, RunError, StoreError
 from ...datasets.format.schema import UNKNOWN
 from ...datasets.order.shuffle import keyed_hash
 from ...datasets.order.slices import spread
-from ...datasets.revisions.local import vae_of
+from ...datasets.revisions.catalog import read_manifest, sealed_revisions
+from ...datasets.revisions.local import encoder_section, vae_of
 from ...datasets.store import LatentStore
 from ...precompute.config import TextSection
 from ...precompute.encoders.model_files import nothing_fetched
@@ -32,7 +33,10 @@ from ...train.sampling.snapshot import Snapshot, text_encoders
 from ...train.weights.folders import RUN
 from .request import SampleRequest, find_labels
 
+SHOWN_CHARS = 60  # of a caption, in a warning
 CHOICE = 1  # third key of the draw of a subject; the noise has seed and number only
+# Keys of a text section that say where an encoder lies and how fast it computes, not what it makes of a caption.
+UNCOMPARED = frozenset({"model", "subfolder", "tokenizer_subfolder", "revision", "dtype", "batch_size"})
 Embedded = dict[str, PackedCaptions]  # one caption, by name of the text encoder
 
 
@@ -71,6 +75,7 @@ class Subjects:
         takes_text = snapshot.spec.takes_text
         self._captions = Captions(snapshot, run, request.store, request.text, device) if takes_text else None
         self._embedded = self._captions.embed(texts) if self._captions and texts else []
+        self.warnings = self._captions.warnings if self._captions else []
         self._image = request.image
         self._records = self._open_records(bucket)
         if requested:
@@ -160,6 +165,7 @@ class Captions:
         self, snapshot: Snapshot, run: Path, store: Path | None, text: str | None, device: torch.device
     ) -> None:
         self._snapshot, self._run, self._text, self._device = snapshot, run, text, device
+        self.warnings: list[str] = []  # on captions that were encoded now
         self._encoders = text_encoders(snapshot.state)
         if text and len(self._encoders) > 1:
             raise EncoderError(f"--text '{text}': the model reads {len(self._encoders)} text encoders. Leave it out.")
@@ -168,6 +174,15 @@ class Captions:
             stored = {encoder.name: encoder.encoder.weights_sha256 for encoder in opened.spec.text_encoders}
             if stored and any(stored.get(name) != made["weights_sha256"] for name, made in self._encoders.items()):
                 raise RunError(f"store '{opened.path}': its captions come from another text encoder. Check --store.")
+            for name, made in self._encoders.items() if stored else ():
+                role = f"text.{name}" if name else "text"
+                section, trained = encoder_section(opened.spec, role, opened.path), made["model"]
+                for key in sorted((section.keys() | trained.keys()) - UNCOMPARED):
+                    if section.get(key) != trained.get(key):
+                        raise RunError(
+                            f"store '{opened.path}': its captions were encoded with {role}.{key} {section.get(key)!r}, "
+                            f"the model was trained on {trained.get(key)!r}. Check --store."
+                        )
 
     @property
     def store(self) -> LatentStore:
@@ -176,9 +191,10 @@ class Captions:
         Raises: RunError: there is none.
         """
         if not self.stores:
+            image = " and --image" if self._snapshot.spec.reference else ""
             raise RunError(
-                f"run '{self._run}': its store is missing, so it has no captions or images to edit. Pass --store, or "
-                "--caption (with --image, if the model edits images)."
+                f"run '{self._run}': its store is missing, or another one, so there are no captions to choose from"
+                f"{' or images to edit' if image else ''}. Pass --store, or --caption{image}."
             )
         return self.stores[0]
 
@@ -217,7 +233,8 @@ class Captions:
         section = TextSection.model_validate(made["model"] | other)
         try:
             with contextlib.nullcontext() if self._text else nothing_fetched():
-                encoder = CaptionEncoder(section, CaptionTokenizer(section), self._device)
+                tokenizer = CaptionTokenizer(section)
+                encoder = CaptionEncoder(section, tokenizer, self._device)
                 encoder.load()
         except EncoderError as error:
             raise EncoderError(
@@ -226,16 +243,25 @@ class Captions:
             ) from error
         if made["weights_sha256"] not in (encoder.identity.weights_sha256, UNKNOWN):
             raise EncoderError(f"text encoder '{section.model}': not the one that made the store. Check --text.")
+        for caption, count in zip(captions, tokenizer.count(captions), strict=True):
+            if count > section.max_tokens:
+                short = caption if len(caption) <= SHOWN_CHARS else f"{caption[:SHOWN_CHARS]}..."
+                self.warnings.append(
+                    f"caption '{short}' has {count} tokens, the model reads {section.max_tokens}: the rest is cut off"
+                )
         encoded = [caption_of(*encoder.encode([caption]).row(0)) for caption in captions]
         encoder.release()
         return encoded
 
 
 def _stores_of(run: Path) -> list[LatentStore]:
-    """The stores of a run; one that is gone is left out, its captions are encoded."""
-    stores = []
+    """The stores of a run; one that is gone, or has another in its place, is left out: its captions are encoded."""
+    stores: dict[str, LatentStore] = {}
     manifest = read_run_manifest(run) if (run / RUN).is_file() else None
-    for place in dict.fromkeys(store.path for store in manifest.stores) if manifest else ():
+    for read in manifest.stores if manifest else ():
         with contextlib.suppress(StoreError, FileNotFoundError):
-            stores.append(LatentStore(run / place, allow_incomplete=True))
-    return stores
+            store = LatentStore(run / read.path, allow_incomplete=True)
+            revisions = sealed_revisions(store.path) if read.root_hash else []  # none is left of a compacted store
+            if read.revision not in revisions or read_manifest(store.path, read.revision).root_hash == read.root_hash:
+                stores[read.path] = store
+    return list(stores.values())

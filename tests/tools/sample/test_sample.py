@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from making import CPU, caption_recipe, label_recipe, no_progress, train_recipe
+from making import CPU, caption_recipe, encode, label_recipe, no_progress, train_recipe
 from noise_store import make_store
 from PIL import Image
 from runs import SPEC
@@ -22,6 +22,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from leandit.datasets.errors import EncoderError, LeanditError, RecipeError, RunError
 from leandit.datasets.recipe import to_toml
+from leandit.datasets.revisions.local import encoder_section
 from leandit.datasets.store import LatentStore
 from leandit.precompute.encoders.model_files import local_folder
 from leandit.tools.cli.preflight import check_evaluation, check_subjects
@@ -91,14 +92,17 @@ def test_captions_come_from_any_store_of_the_run_that_still_exists(tmp_path: Pat
     run = tmp_path / "run"
     run.mkdir()
 
-    def captions_of(*names: str, weights: str = "0") -> Captions:
-        stores = [{"path": f"../{name}", "revision": 1, "root_hash": None} for name in names]
+    few, many = (LatentStore(tmp_path / name) for name in ("few", "many"))
+
+    def captions_of(*names: str, weights: str = "0", root_hash: str | None = None) -> Captions:
+        stores = [{"path": f"../{name}", "revision": 1, "root_hash": root_hash} for name in names]
         (run / "run.json").write_text(json.dumps({"stores": stores, "recipe": {}, "spec": SPEC}))
-        snapshot: Any = SimpleNamespace(state={"text_encoder": {"weights_sha256": weights * 64}})
+        section = encoder_section(few.spec, "text", few.path)
+        made = {"weights_sha256": weights * 64, "model": section}
+        snapshot: Any = SimpleNamespace(state={"text_encoder": made}, spec=SimpleNamespace(reference=""))
         return Captions(snapshot, run, None, None, CPU)
 
     captions = captions_of("few", "many", "gone")
-    few, many = (LatentStore(tmp_path / name) for name in ("few", "many"))
     expected = [many.caption_embedding(3), few.caption_embedding(1), many.caption_embedding(3)]
     for found, embedding in zip(captions.embed(["noise 3", "noise 1", "noise 3"]), expected, strict=True):
         assert np.array_equal(found[""].embeddings.numpy(), embedding.astype(np.float32))
@@ -107,6 +111,19 @@ def test_captions_come_from_any_store_of_the_run_that_still_exists(tmp_path: Pat
         captions_of("few", weights="1")
     with pytest.raises(RunError, match="its store is missing"):
         _ = captions_of("gone").store
+    assert captions_of("few", "many", root_hash=many.root_hash).store.path == run / "../many"  # few is another store
+
+
+def test_captions_that_were_encoded_otherwise_are_refused(
+    go: Draw, runs: Any, caption_folder: Path, tmp_path: Path
+) -> None:
+    encode(caption_recipe("text.max_tokens=8"), caption_folder, tmp_path / "store")
+    with pytest.raises(RunError, match=r"encoded with text\.max_tokens 8, the model was trained on \d+"):
+        go(runs.captions, captions=["a red circle"], store=tmp_path / "store")
+
+
+def test_a_caption_that_is_cut_off_is_warned_of(go: Draw, runs: Any) -> None:
+    assert "the model reads" in go(runs.captions, captions=["word " * 400], steps=1)["warning"]
 
 
 @pytest.mark.parametrize(

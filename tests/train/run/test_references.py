@@ -141,7 +141,7 @@ def test_edits_of_records_and_of_an_own_image_are_drawn(store: LatentStore, edit
     record = store.record_at(int(index.records[0]))
     rows = [json.loads(line) for line in (source / "metadata.jsonl").read_text().splitlines()]
     image = next(source / row["source image"] for row in rows if record.key.endswith(row["file_name"]))
-    request = SampleRequest(captions=[sorted(texts)[0]], image=image, bucket=sampler.bucket, count=2, **small)
+    request = SampleRequest(captions=[sorted(texts)[0]], images=[image], bucket=sampler.bucket, count=2, **small)
     own = open_sampler(edited, request, CPU, evenly=True)
     torch.testing.assert_close(own.subjects.references([0, 1]), wanted[:1].expand(2, -1, -1, -1), rtol=0.01, atol=0.01)
     nearest = open_sampler(edited, replace(request, bucket=None), CPU, evenly=True)
@@ -153,15 +153,15 @@ def test_edits_of_records_and_of_an_own_image_are_drawn(store: LatentStore, edit
     sample_set(edited, request, out=tmp_path / "set", device=CPU, progress=no_progress)
     other = next(path for path in sorted(source.rglob("*.png")) if path.read_bytes() != image.read_bytes())
     with pytest.raises(RunError, match="image_sha256"):
-        sample_set(edited, replace(request, image=other), out=tmp_path / "set", device=CPU, progress=no_progress)
+        sample_set(edited, replace(request, images=[other]), out=tmp_path / "set", device=CPU, progress=no_progress)
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"image": Path("absent.png"), "captions": ["a"]}, SourceError, r"--image 'absent\.png'"),
-        ({"image": Path(__file__), "captions": ["a"]}, SourceError, "--image"),
-        ({"image": Path(__file__)}, LeanditError, "--caption"),
+        ({"images": [Path("absent.png")], "captions": ["a"]}, SourceError, r"--image 'absent\.png'"),
+        ({"images": [Path(__file__)], "captions": ["a"]}, SourceError, "--image"),
+        ({"images": [Path(__file__)]}, LeanditError, "--caption"),
         ({"bucket": "128x128"}, RunError, "no images 'edit' to edit of 128x128 px"),
     ],
 )
@@ -173,7 +173,7 @@ def test_what_cannot_be_drawn_is_refused(
 
 
 def test_an_image_of_a_shape_that_the_run_has_not_seen_is_refused_or_warned_of(edited: Path, tmp_path: Path) -> None:
-    small: dict[str, Any] = {"steps": 2, "vae": "shipped:vae", "captions": ["a"], "image": tmp_path / "image.png"}
+    small: dict[str, Any] = {"steps": 2, "vae": "shipped:vae", "captions": ["a"], "images": [tmp_path / "image.png"]}
     Image.new("RGB", (400, 80)).save(tmp_path / "image.png")
     with pytest.raises(SourceError, match=r"image.png': 80x400 px, expected a longer side of at most 4.5 times"):
         open_sampler(edited, SampleRequest(**small), CPU)
@@ -223,9 +223,11 @@ def test_a_model_that_edits_nothing_takes_no_image(store: LatentStore, tmp_path:
     run = tmp_path / "plain"
     run_to(train_recipe("qwen-image-tiny", "schedule.kind=constant", "run.steps=1"), store, run)
     image = next((store.path.parent / "source").rglob("*.png"))
-    request = SampleRequest(vae="shipped:vae", image=image, captions=["a"])
+    request = SampleRequest(vae="shipped:vae", images=[image], captions=["a"])
     with pytest.raises(RecipeError, match="edits no image"):
         open_sampler(run, request, CPU)
+    with pytest.raises(RecipeError, match="--image: expected one image, got 2"):
+        replace(request, images=[image, image])
 
 
 def test_a_plan_counts_the_companion_that_is_read_alone(store: LatentStore) -> None:

@@ -34,7 +34,7 @@ from ..options import (
 from ..preflight import check_evaluation, check_run, check_subjects
 
 # Options of sample alone.
-NOT_EVALUATED = ("labels", "captions", "image", "count", "batch", "recipe", "encoders", "compiled")
+NOT_EVALUATED = ("labels", "captions", "images", "count", "batch", "recipe", "encoders", "compiled")
 
 
 def expand(name: str, request: Any, *left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
