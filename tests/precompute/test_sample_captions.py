@@ -32,7 +32,9 @@ from leandit.datasets.store import LatentStore
 from leandit.precompute.pipeline import Report
 from leandit.train.models.conditioning import Conditioner
 from leandit.train.run.evaluation.decoding import Decoding
+from leandit.train.run.evaluation.grids import own_subjects
 from leandit.train.run.fit import model_spec
+from leandit.train.run.state import Run
 from leandit.train.sampling.guided import Solver, draw_latents
 from leandit.train.sampling.snapshot import load_snapshot
 
@@ -99,6 +101,12 @@ def test_a_run_draws_exactly_its_sample_captions_and_loads_no_encoder(
     given, size = snapshot.conditioner(None, {"": captions}), latents.shape[-2:]
     wanted = draw_latents(snapshot, given, size=size, seed=0, solver=Solver(steps=2, guidance=4.0))
     torch.testing.assert_close(latents, denormalise(wanted, snapshot.latent))
+    encode(caption_folder, tmp_path / "store", with_captions(FOX, SNOW))
+    store = LatentStore(tmp_path / "store", revision=1)
+    with pytest.raises(RecipeError, match=f"'{SNOW}': .* does not hold it.* start a new run"):
+        own_subjects(
+            Run.open(train_recipe("pixart-tiny", *drawn, f'run.sample_captions=["{SNOW}"]'), [store], CPU, print)
+        )
 
 
 @pytest.mark.usefixtures("tiny_models")

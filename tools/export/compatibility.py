@@ -90,7 +90,9 @@ def adapter_notes(snapshot: Snapshot) -> list[str]:
     onto = f"{pipeline_class(snapshot)} with the weights of '{source}' (hash {weights_hash})"
     notes = [f"Adapters for {onto}, in float32: {load}"]
     run, _, step = source.rpartition(f"/{SNAPSHOT}-")
-    if run and step.isdecimal():
+    if problem := obstacle("diffusers", snapshot.spec, snapshot.objective, snapshot.state):
+        notes.append(f"No pipeline draws with them: {problem}")
+    elif run and step.isdecimal():
         notes.append(
             f"These weights are a run's, which diffusers and peft do not read: 'leandit export {run} --step {step} "
             "--out FOLDER' makes the pipeline that the adapters are loaded into"

@@ -187,15 +187,20 @@ def scaling(
     return {"strategy": strategy, "global_batch": batch, "images": images, "rows": rows}
 
 
+def readable_rate(number: float) -> str:
+    """Two digits at least: "0.31", "9.8", "1,234"."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "gpus": ("GPUs", str),
     "images_a_gpu": ("each", lambda images: str(images or "-")),
     "step_seconds": ("s/step", "{:.3f}".format),
-    "images_per_second": ("images/s", "{:,.0f}".format),
+    "images_per_second": ("images/s", readable_rate),
     "of_linear": ("linear", "{:.0%}".format),
     "exposed_communication": ("exposed", "{:.0%}".format),
     "seconds": ("time", readable_time),
-    "gpu_hours": ("GPU h", "{:,.0f}".format),
+    "gpu_hours": ("GPU h", readable_rate),
     "limit": ("does not shrink", str),
 }
 
@@ -207,6 +212,11 @@ def render_scaling(result: Mapping[str, Any]) -> list[str]:
     title = f"{result['images']:,} images on 1 to {rows[-1]['gpus']} {result['gpu']} by {result['strategy']}, "
     title += f"run.global_batch = {result['global_batch']}: predicted, not measured"
     lines = [title, *aligned([[head for head, _ in COLUMNS.values()], *cells])]
-    if any(row["seconds"] for row in rows):
-        return lines
-    return [*lines, "no number of GPUs fits one image: use parallel.strategy fsdp, or a GPU with more memory"]
+    if any(not row["images_a_gpu"] for row in rows):
+        lines.append("each -: more GPUs than images in a global batch")
+    if not any(row["seconds"] for row in rows):
+        lines.append(
+            f"no number of GPUs fits one image by {result['strategy']}: use parallel.strategy fsdp, bf16 or int8 in "
+            "lora.frozen, or a GPU with more memory"
+        )
+    return lines

@@ -26,6 +26,7 @@ from .scaling import (
     NETWORK_GBIT,
     StepTime,
     StepWork,
+    readable_rate,
     render_scaling,
     scaling,
     step_time,
@@ -228,7 +229,7 @@ def render(result: dict[str, Any]) -> str:
     if not result["mfu"]:
         narrower = result["lora_rank"] and result["lora_frozen"] == "float32"
         kind = f"none: not even one image fits on {result['gpu']}" + (
-            ", try --set lora.frozen=int8" if narrower else ""
+            ", try --set lora.frozen=bf16, or int8" if narrower else ""
         )
     elif not result["mfu_is_measured"]:
         kind = f"on {result['gpu']}, estimated from published trainers; --run takes a measured one"
@@ -247,8 +248,7 @@ def render(result: dict[str, Any]) -> str:
         if row["seconds"] is not None:
             cells = [str(row["microbatch_whole"]), _number(row["microbatch_sharded"])]
             time = readable_time(row["seconds"]) + (" *" if row["launch_bound"] else "")
-            rate = row["images_per_second"]
-            cells += [f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}", time]
+            cells += [readable_rate(row["images_per_second"]), time]
         gpus.append([row["gpu"], f"{row['memory_gib']:.1f}", *cells])
     notes, mirrored = [], result["mirror_bytes"]
     if any(row["launch_bound"] for row in known):

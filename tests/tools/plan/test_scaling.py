@@ -207,7 +207,9 @@ def test_the_table_has_dashes_where_a_gpu_has_no_image() -> None:
     assert rows[8]["seconds"] == pytest.approx(1000 * rows[8]["step_seconds"])
     assert rows[8]["gpu_hours"] == pytest.approx(8 * rows[8]["seconds"] / 3600)
     assert "predicted, not measured" in render_scaling(result)[0]
-    assert render_scaling(result)[-1].split()[:3] == ["128", "-", "-"]
+    *_, last, note = render_scaling(result)
+    assert last.split()[:3] == ["128", "-", "-"]
+    assert "more GPUs than images" in note
     assert render_scaling(table(fits=False))[-1].startswith("no number of GPUs fits one image")
 
 

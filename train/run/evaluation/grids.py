@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from textwrap import shorten
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from ..state import Run
 
 FORWARD_TOKENS = 16384  # image tokens of a forward
 MOST_NAMED = 5  # captions in an error
+MOST_SHOWN = 80  # characters of each
 
 
 class Subjects(NamedTuple):
@@ -176,12 +178,17 @@ def own_subjects(run: Run) -> Subjects | None:
         places |= {text: (store, each) for text, each in ids if each is not None}
     if missing := [text for text in texts if text not in places]:
         known = [*dict.fromkeys(text for store in stores for text in store.spec.sample_captions)]
-        has = ", ".join(f"'{text}'" for text in known[:MOST_NAMED]) or "none"
+        has = ", ".join(f"'{shorten(text, MOST_SHOWN, placeholder='...')}'" for text in known[:MOST_NAMED]) or "none"
         more = f" and {len(known) - MOST_NAMED} more" if len(known) > MOST_NAMED else ""
+        advice = (
+            "Add it to captions.sample in the recipe of the store and run the same precompute again: it encodes this "
+            "caption alone."
+        )
+        if any(store.newest_revision > store.revision for store in stores):
+            advice = "A later revision of the store may have it: start a new run, with model.init_from the old one."
         raise RecipeError(
             f"run.sample_captions '{missing[0]}': store '{stores[0].path}' does not hold it. Expected "
-            f"a caption of its records, or one of its sample captions: {has}{more}. Add it to captions.sample in the "
-            "recipe of the store and run the same precompute again: it encodes this caption alone."
+            f"a caption of its records, or one of its sample captions: {has}{more}. {advice}"
         )
     captions = {
         name: Captions.joined([captions_of(store.text(name), [each]) for store, each in map(places.__getitem__, texts)])
