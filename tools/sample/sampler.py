@@ -175,7 +175,7 @@ def read_own_image(path: Path, buckets: Sequence[str]) -> tuple[np.ndarray, str,
                 )
             pixels = decoders.decode(*place, bucket=bucket, crop="bucket").pixels
     except (OSError, RecordRejected) as error:
-        raise SourceError(f"--image '{path}': it cannot be read ({error}). Check the path.") from error
+        raise SourceError(f"--image '{path}': it cannot be read ({error}). Expected an image file.") from error
     name, ratio = bucket_name(*bucket), size[0] * bucket[1] / (size[1] * bucket[0])
     lost = 1 - min(ratio, 1 / ratio)
     if lost <= MAX_CROP_SHARE:
