@@ -98,7 +98,7 @@ def traced(*overrides: str, name: str = "demo", device_type: str = "cuda", strat
         pytest.param(Case("demo", 128, 4, 2, (ADAMW, "run.activation_checkpointing=true")), marks=pytest.mark.slow),
         pytest.param(Case("demo", 128, 2, 1, (ADAMW, "objective.kind=ddpm")), marks=pytest.mark.slow),
         pytest.param(Case("dit-s-2-256", 128, 2, 1, ("optimizer.name=adamw8bit",)), marks=pytest.mark.slow),
-        Case("demo", 128, 4, 1, (ADAMW, "lora.rank=4")),
+        pytest.param(Case("demo", 128, 4, 1, (ADAMW, "lora.rank=4")), marks=pytest.mark.integration),
     ],
     ids=str,
 )
