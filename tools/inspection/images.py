@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import unicodedata
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ FONT_PX, LINE_PX = 13, 17
 COLUMNS, CAPTION_LINES = 6, 3
 DECODED, EDITED = ("original", "decoded"), ("original", "edited")  # titles of two frames
 MAX_CHARS, DOTS = 1000, "..."  # of a text that is measured; in place of what is cut
+LIKE_ASCII = str.maketrans({"\u2013": "-", "\u2014": "-", "\u00d7": "x", "ß": "ss", "æ": "ae", "œ": "oe", "ø": "o"})
 FRAME, EMPTY, KEY_COLOUR = (190, 190, 190), (236, 236, 236), (110, 110, 110)
 
 # ------------------------------------------------------------------------------------------------------------- decoding
@@ -168,6 +170,12 @@ class Cell(NamedTuple):
     original: np.ndarray | None = None
 
 
+def _drawable(text: str) -> str:
+    """Text without accents and dashes, which Pillow's font draws as boxes."""
+    parts = unicodedata.normalize("NFKD", text.translate(LIKE_ASCII))
+    return "".join(character for character in parts if not unicodedata.combining(character))
+
+
 def draw_sheet(cells: Sequence[Cell], *, columns: int = COLUMNS, titles: tuple[str, str] | None = None) -> Image.Image:
     """Lay out images in a grid, each scaled to its frame, with its key and caption below.
 
@@ -179,8 +187,8 @@ def draw_sheet(cells: Sequence[Cell], *, columns: int = COLUMNS, titles: tuple[s
     frames = 2 if titles else 1
     columns = min(max(1, columns // frames), len(cells))
     width = frames * CELL_PX + (frames - 1) * GAP_PX
-    texts = [_wrapped(cell.caption, font, width) for cell in cells]
-    keys = [_shortened(cell.key, font, width) for cell in cells]
+    texts = [_wrapped(_drawable(cell.caption), font, width) for cell in cells]
+    keys = [_shortened(_drawable(cell.key), font, width) for cell in cells]
     num_lines = frames - 1 + any(keys) + max(map(len, texts))
     step_x, step_y = width + MARGIN_PX, CELL_PX + GAP_PX + num_lines * LINE_PX + MARGIN_PX
     size = columns * step_x + MARGIN_PX, -(-len(cells) // columns) * step_y + MARGIN_PX

@@ -193,6 +193,11 @@ def test_captions_and_keys_stay_inside_their_cell(text: str) -> None:
     assert (pixels[:, -MARGIN_PX + 1 :] == 255).all()
 
 
+def test_captions_without_glyphs_in_the_font_are_drawn_plain() -> None:
+    sheets = [draw_sheet([Cell(None, text, text)]) for text in ("Füße \u2014 señor, été", "Fusse - senor, ete")]
+    assert sheets[0].tobytes() == sheets[1].tobytes()
+
+
 def test_originals_and_rejects_are_drawn(label_store: LatentStore, class_folder: Path, tmp_path: Path) -> None:
     key = "n001/2.png"
     pixels = draw(label_store, tmp_path / "a.png", key=key, source=str(class_folder), with_originals=True)[1]
