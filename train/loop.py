@@ -23,11 +23,13 @@ from .parallel.ranks import SharedStop, connected, read_ranks
 from .parallel.stop import StopRequest
 from .run.checkpoints import Saver, due
 from .run.data import endless
+from .run.evaluation.decoding import Decoding
 from .run.evaluation.held_out import Evaluation
 from .run.evaluation.log import Log
 from .run.opening import open_run, origin_lines
 from .run.state import Run
 from .step import fit_microbatch, train_step
+from .weights.folders import SAMPLES
 
 
 def print_warning(message: str) -> None:
@@ -101,6 +103,8 @@ def _train(
     with opened as (run, evaluation):
         recipe, device, ranks = run.recipe, run.device, run.ranks
         if run.step >= recipe.run.steps:
+            if ranks.is_first:  # grids of a run that was killed at its end
+                Decoding(folder / SAMPLES, warn).decoded(wait=True)
             return Outcome(run.step, None, True, 0, None, 0.0, recipe)
         for line in origin_lines(run, folder) if ranks.is_first else ():
             say(line)
