@@ -31,7 +31,8 @@ FAULTS = frozenset(
 
 def is_fault(error: BaseException) -> bool:
     """Whether reading failed for a reason that is not the file's, so that it may succeed later."""
-    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in FAULTS)
+    no_memory = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's, on a CPU
+    return no_memory or isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in FAULTS)
 
 
 def fault_error(what: str, error: BaseException) -> ResourceError:

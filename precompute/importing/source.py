@@ -145,12 +145,12 @@ class Reader(ABC):
 
     def look(self, entry: Entry) -> RecordHeader:
         """The header of a record; raises RecordRejected."""
-        with rejecting(entry.path):
+        with rejecting(place_of(entry)):
             return self._header(entry)
 
     def read(self, entry: Entry) -> Features:
         """The values of a record; raises RecordRejected."""
-        with rejecting(entry.path):
+        with rejecting(place_of(entry)):
             return self._values(entry)
 
     def read_caption(self, entry: Entry, name: str) -> np.ndarray:
@@ -158,7 +158,7 @@ class Reader(ABC):
 
         Raises: RecordRejected.
         """
-        with rejecting(entry.path):
+        with rejecting(place_of(entry)):
             return self._caption(entry, name)
 
     # Of a kind of features: these raise RecordRejected, or an error of UNREADABLE, which becomes one.
@@ -208,9 +208,15 @@ class Reader(ABC):
         try:
             with rejecting(name):
                 yield
-        except RecordRejected as reject:
-            why = reject.detail.removeprefix(f"{name}: ")
-            raise SourceError(f"source '{self.root}': '{name}' cannot be read ({why}). {advice}") from reject
+        except (RecordRejected, TypeError, ArithmeticError) as error:  # a value of JSON may be of any type
+            is_read = isinstance(error, RecordRejected)
+            why = error.detail.removeprefix(f"{name}: ") if is_read else f"{type(error).__name__}: {error}"
+            raise SourceError(f"source '{self.root}': '{name}' cannot be read ({why}). {advice}") from error
+
+
+def place_of(entry: Entry) -> str:
+    """The file of a record, or its key if the file holds several."""
+    return entry.path if entry.path.startswith(entry.key) else entry.key
 
 
 @contextmanager
@@ -225,7 +231,7 @@ def rejecting(what: str, reason: str = "") -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise RecordRejected("scan", reason or "missing_file", f"{what}: there is no such file") from error
-    except (*UNREADABLE, TypeError, MemoryError) as error:
+    except (*UNREADABLE, MemoryError) as error:
         if is_fault(error) or getattr(error, "errno", None) == errno.ENOSPC:
             raise fault_error(what, error) from error
         detail = f"{what}: {type(error).__name__}: {error}"[:500]

@@ -103,7 +103,7 @@ def test_a_run_draws_exactly_its_sample_captions_and_loads_no_encoder(
     torch.testing.assert_close(latents, denormalise(wanted, snapshot.latent))
     encode(caption_folder, tmp_path / "store", with_captions(FOX, SNOW))
     store = LatentStore(tmp_path / "store", revision=1)
-    with pytest.raises(RecipeError, match=f"'{SNOW}': .* does not hold it.* start a new run"):
+    with pytest.raises(RecipeError, match=f"'{SNOW}': .* does not hold it.* reads an older revision"):
         own_subjects(
             Run.open(train_recipe("pixart-tiny", *drawn, f'run.sample_captions=["{SNOW}"]'), [store], CPU, print)
         )

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,8 @@ from ...datasets.store import LatentStore
 from ...precompute.config import TextSection
 from ...precompute.encoders.model_files import nothing_fetched
 from ...precompute.encoders.text.encoder import CaptionEncoder
-from ...precompute.encoders.text.tokenizer import CaptionTokenizer
+from ...precompute.encoders.text.instructions import instruction_text
+from ...precompute.encoders.text.tokenizer import CAPTION, CaptionTokenizer
 from ...train.models.conditioning import Conditioning
 from ...train.run.evaluation.grids import EditRecords
 from ...train.run.manifest import read_run_manifest
@@ -167,22 +169,30 @@ class Captions:
         self._snapshot, self._run, self._text, self._device = snapshot, run, text, device
         self.warnings: list[str] = []  # on captions that were encoded now
         self._encoders = text_encoders(snapshot.state)
+        self._most_tokens = max((made["model"].get("max_tokens", 0) for made in self._encoders.values()), default=0)
         if text and len(self._encoders) > 1:
             raise EncoderError(f"--text '{text}': the model reads {len(self._encoders)} text encoders. Leave it out.")
         self.stores = [LatentStore(store, allow_incomplete=True)] if store else _stores_of(run)
         for opened in self.stores:
-            stored = {encoder.name: encoder.encoder.weights_sha256 for encoder in opened.spec.text_encoders}
-            if stored and any(stored.get(name) != made["weights_sha256"] for name, made in self._encoders.items()):
-                raise RunError(f"store '{opened.path}': its captions come from another text encoder. Check --store.")
-            for name, made in self._encoders.items() if stored else ():
-                role = f"text.{name}" if name else "text"
-                section, trained = encoder_section(opened.spec, role, opened.path), made["model"]
-                for key in sorted((section.keys() | trained.keys()) - UNCOMPARED):
-                    if section.get(key) != trained.get(key):
-                        raise RunError(
-                            f"store '{opened.path}': its captions were encoded with {role}.{key} {section.get(key)!r}, "
-                            f"the model was trained on {trained.get(key)!r}. Check --store."
-                        )
+            if problem := self._difference(opened):
+                advice = "Check --store." if store else "Pass the store of the run with --store."
+                raise RunError(f"store '{opened.path}': its captions {problem}. {advice}")
+
+    def _difference(self, store: LatentStore) -> str:
+        """How the captions of a store differ from those that the model was trained on; empty: they do not."""
+        stored = {one.name: one.encoder.weights_sha256 for one in store.spec.text_encoders}
+        for name, made in self._encoders.items() if stored else ():
+            if (
+                UNKNOWN not in (found := stored.get(name, ""), made["weights_sha256"])
+                and found != made["weights_sha256"]
+            ):
+                return "come from another text encoder"
+            role = f"text.{name}" if name else "text"
+            ours, theirs = map(_settings, (encoder_section(store.spec, role, store.path), made["model"]))
+            for key in sorted(ours.keys() & theirs.keys()):
+                if ours[key] != theirs[key]:
+                    return f"were encoded with {role}.{key} {ours[key]!r}, those of the model with {theirs[key]!r}"
+        return ""
 
     @property
     def store(self) -> LatentStore:
@@ -244,7 +254,7 @@ class Captions:
         if made["weights_sha256"] not in (encoder.identity.weights_sha256, UNKNOWN):
             raise EncoderError(f"text encoder '{section.model}': not the one that made the store. Check --text.")
         for caption, count in zip(captions, tokenizer.count(captions), strict=True):
-            if count > section.max_tokens:
+            if count > section.max_tokens == self._most_tokens:
                 short = caption if len(caption) <= SHOWN_CHARS else f"{caption[:SHOWN_CHARS]}..."
                 self.warnings.append(
                     f"caption '{short}' has {count} tokens, the model reads {section.max_tokens}: the rest is cut off"
@@ -252,6 +262,15 @@ class Captions:
         encoded = [caption_of(*encoder.encode([caption]).row(0)) for caption in captions]
         encoder.release()
         return encoded
+
+
+def _settings(section: Mapping[str, Any]) -> dict[str, Any]:
+    """What a text section makes of a caption, with texts as they are encoded."""
+    values = TextSection().model_dump() | section
+    values |= {"instruction": instruction_text(values["instruction"]), "template": values["template"] or CAPTION}
+    if values["padding_side"] == "auto":
+        del values["padding_side"]  # that of the tokenizer
+    return {key: value for key, value in values.items() if key not in UNCOMPARED}
 
 
 def _stores_of(run: Path) -> list[LatentStore]:

@@ -89,7 +89,7 @@ def _store_that_fits(recipe: TrainRecipe, resolution_px: int) -> str:
     kind = FAMILIES[family].recipe.rpartition("-")[0]
     named = [name.rpartition("-") for name in shipped_recipes("leandit.precompute")]
     nearest = min((int(side) for start, _, side in named if start == kind), key=lambda side: abs(side - resolution_px))
-    table = f" with a table [companions.{recipe.model.reference}]" if recipe.model.reference else ""
+    table = f" with a table [companions.{recipe.model.reference}] of an image" if recipe.model.reference else ""
     return f". 'leandit precompute {kind}-{nearest}'{table} makes a store that fits"
 
 
@@ -188,7 +188,7 @@ def _lacks(recipe: TrainRecipe, place: Place) -> Iterator[str]:
     images = [one.name for one in store.companions if one.kind == "image"]
     if (reference := recipe.model.reference) and reference not in images:
         is_mask = any(one.name == reference for one in store.companions)
-        what = f"'{reference}' is a mask, no image" if is_mask else f"no companion image '{reference}'"
+        what = "it is a mask; expected a companion image" if is_mask else f"no companion image '{reference}'"
         yield f"model.reference '{reference}': {what}, available: {', '.join(images) or 'none'}"
     for technique in techniques_of(recipe):
         yield from technique.lacks(store)

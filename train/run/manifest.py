@@ -79,9 +79,7 @@ def read_run_manifest(run: Path) -> RunManifest | None:
         except ValidationError as error:
             problem = error.errors()[0]
             place = ".".join(map(str, problem["loc"]))
-            raise DamageError(
-                f"run '{run}': '{RUN}' is not valid, '{place}': {problem['msg']}. Restore it, or use another --run."
-            ) from error
+            raise DamageError(f"run '{run}': '{RUN}' is not valid, '{place}': {problem['msg']}. Restore it.") from error
     if run.exists() and any(not path.name.startswith(TEMPORARY_PREFIX) for path in run.iterdir()):
         raise RunError(f"run '{run}': the folder is not empty and not a run of leandit. Use another --run.")
     return None

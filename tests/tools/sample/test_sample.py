@@ -118,8 +118,10 @@ def test_captions_that_were_encoded_otherwise_are_refused(
     go: Draw, runs: Any, caption_folder: Path, tmp_path: Path
 ) -> None:
     encode(caption_recipe("text.max_tokens=8"), caption_folder, tmp_path / "store")
-    with pytest.raises(RunError, match=r"encoded with text\.max_tokens 8, the model was trained on \d+"):
+    with pytest.raises(RunError, match=r"encoded with text\.max_tokens 8, those of the model with \d+. Check --store"):
         go(runs.captions, captions=["a red circle"], store=tmp_path / "store")
+    encode(caption_recipe("text.batch_size=2", "text.padding_side=auto"), caption_folder, tmp_path / "same")
+    go(runs.captions, captions=["a red circle"], store=tmp_path / "same", steps=1)
 
 
 def test_a_caption_that_is_cut_off_is_warned_of(go: Draw, runs: Any) -> None:

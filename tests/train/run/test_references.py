@@ -241,7 +241,12 @@ def test_a_plan_counts_the_companion_that_is_read_alone(store: LatentStore) -> N
     ("model", "settings", "error", "message"),
     [
         ("qwen-image-tiny", ["model.reference=before"], RunError, "no companion image 'before', available: copy"),
-        ("qwen-image-tiny", ["model.reference=before"], RunError, r"with a table \[companions.before\] makes a store"),
+        (
+            "qwen-image-tiny",
+            ["model.reference=before"],
+            RunError,
+            r"with a table \[companions.before\] of an image makes a store",
+        ),
         ("z-image-tiny", ["model.reference=edit"], RecipeError, r"model 'z-image-tiny' takes none"),
     ],
 )

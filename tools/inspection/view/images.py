@@ -84,7 +84,9 @@ class ImageDecoder:
         self._num_waiting += 1
         try:
             async with self._turn:
-                await asyncio.wait([asyncio.wrap_future(self._decoder)])
+                (loaded,), _ = await asyncio.wait([asyncio.wrap_future(self._decoder)])
+                if not loaded.cancelled():
+                    loaded.exception()  # ``note`` says it; asyncio logs one that nobody has asked for
                 if await request.is_disconnected():
                     raise Busy("the browser has closed the request.")
                 loop = asyncio.get_running_loop()

@@ -180,12 +180,12 @@ def own_subjects(run: Run) -> Subjects | None:
         known = [*dict.fromkeys(text for store in stores for text in store.spec.sample_captions)]
         has = ", ".join(f"'{shorten(text, MOST_SHOWN, placeholder='...')}'" for text in known[:MOST_NAMED]) or "none"
         more = f" and {len(known) - MOST_NAMED} more" if len(known) > MOST_NAMED else ""
-        advice = (
+        is_older = any(store.newest_revision > store.revision for store in stores)
+        advice = "This run reads an older revision of the store; a new run reads the newest. " if is_older else ""
+        advice += (
             "Add it to captions.sample in the recipe of the store and run the same precompute again: it encodes this "
             "caption alone."
         )
-        if any(store.newest_revision > store.revision for store in stores):
-            advice = "A later revision of the store may have it: start a new run, with model.init_from the old one."
         raise RecipeError(
             f"run.sample_captions '{missing[0]}': store '{stores[0].path}' does not hold it. Expected "
             f"a caption of its records, or one of its sample captions: {has}{more}. {advice}"

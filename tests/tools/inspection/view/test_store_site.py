@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import re
 import shutil
@@ -165,7 +166,9 @@ def test_images_of_a_record_are_images_and_rows_of_later_revisions_are_found(eve
         (KeyError("conv_in.weight"), "the decoder cannot be loaded (KeyError: 'conv_in.weight')."),
     ],
 )
-def test_without_a_decoder_an_image_is_its_latent(error: Exception, note: str, label_store: LatentStore) -> None:
+def test_without_a_decoder_an_image_is_its_latent(
+    error: Exception, note: str, label_store: LatentStore, caplog: pytest.LogCaptureFixture
+) -> None:
     def load() -> Any:
         raise error
 
@@ -175,6 +178,8 @@ def test_without_a_decoder_an_image_is_its_latent(error: Exception, note: str, l
         assert web.get(ROOT + "/status").json()["note"] == note
         assert "no decoder" in text_of(web.get(ROOT + "/").text)
     assert len(np.unique(pixels_of(image.content))) > 10
+    gc.collect()
+    assert not caplog.records  # asyncio would log a traceback for each request
 
 
 def test_what_is_not_there_is_said(hostile: LatentStore) -> None:
