@@ -266,7 +266,7 @@ class Captions:
 
 def _settings(section: Mapping[str, Any]) -> dict[str, Any]:
     """What a text section makes of a caption, with texts as they are encoded."""
-    values = TextSection().model_dump() | section
+    values = {**TextSection().model_dump(), **section}
     values |= {"instruction": instruction_text(values["instruction"]), "template": values["template"] or CAPTION}
     if values["padding_side"] == "auto":
         del values["padding_side"]  # that of the tokenizer
