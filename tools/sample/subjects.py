@@ -182,10 +182,7 @@ class Captions:
         """How the captions of a store differ from those that the model was trained on; empty: they do not."""
         stored = {one.name: one.encoder.weights_sha256 for one in store.spec.text_encoders}
         for name, made in self._encoders.items() if stored else ():
-            if (
-                UNKNOWN not in (found := stored.get(name, ""), made["weights_sha256"])
-                and found != made["weights_sha256"]
-            ):
+            if stored.get(name) != made["weights_sha256"]:
                 return "come from another text encoder"
             role = f"text.{name}" if name else "text"
             ours, theirs = map(_settings, (encoder_section(store.spec, role, store.path), made["model"]))
