@@ -60,7 +60,7 @@ def flux1(root: Path) -> list[str]:
 def flux2(root: Path) -> list[str]:
     save_qwen3(root / "qwen")
     save_autoencoder(root / "vae", "flux2", **FOUR | {"latent_channels": 2})
-    template = load_precompute("flux2-klein-1024", []).texts["qwen"].template
+    template = load_precompute("flux2-klein-1024", []).text["qwen"].template
     settings = ("kind=causal_lm", "layers=[1,2,3]", "full_length=true", "max_tokens=48")
     return ["text.kind=none", *text("qwen", root / "qwen", *settings, template=template)]
 
@@ -68,14 +68,14 @@ def flux2(root: Path) -> list[str]:
 def qwen_image(root: Path) -> list[str]:
     save_qwen_vl(root / "qwen")
     save_autoencoder(root / "vae", "qwen", **QWEN_VAE)
-    template = load_precompute("qwen-image-1024", []).text.template
+    template = load_precompute("qwen-image-1024", []).text[""].template
     return text("", root / "qwen", "kind=causal_lm", "drop_prefix_tokens=34", "max_tokens=160", template=template)
 
 
 def z_image(root: Path) -> list[str]:
     save_qwen3(root / "qwen")
     save_autoencoder(root / "vae", "kl", **KL)
-    template = load_precompute("z-image-1024", []).text.template
+    template = load_precompute("z-image-1024", []).text[""].template
     return text("", root / "qwen", "kind=causal_lm", "layers=[-2]", "max_tokens=48", template=template)
 
 
