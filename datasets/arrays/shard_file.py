@@ -16,6 +16,7 @@ import google_crc32c
 import numpy as np
 
 from ..disk.cached import cached_property
+from ..disk.faults import named_faults
 from ..errors import DamageError
 from ..format.zarr_shard import ABSENT, CODECS, CRC_BYTES, ArrayLayout
 
@@ -32,21 +33,28 @@ class ShardFile:
       mapped: read by memory map; else by ``pread``: on a network file system a failed ``pread`` raises an error, a
         failed map ends the process.
       remedy: what to do if it is damaged, for the error.
-    Raises: DamageError: the index does not match its checksum, or points outside the file.
+    Raises:
+      DamageError: the index does not match its checksum, or points outside the file.
+      ResourceError: the disk or this machine failed; the methods that read raise it too.
     """
 
     def __init__(
         self, path: Path, layout: ArrayLayout, num_rows: int, *, mapped: bool = True, remedy: str = REPAIR
     ) -> None:
-        self.path, self._layout, self._num_rows, self._remedy = path, layout, num_rows, remedy
-        self.file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        close = weakref.finalize(self, os.close, self.file)
-        self.size = os.fstat(self.file).st_size
+        self.path = path
+        self._layout = layout
+        self._num_rows = num_rows
+        self._remedy = remedy
+        with named_faults(path):
+            self.file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            close = weakref.finalize(self, os.close, self.file)
+            self.size = os.fstat(self.file).st_size
         if not self.size:
             raise self._damage("the file is empty")
         self._map = None
         if mapped:
-            self._map = np.memmap(path, np.uint8, mode="r")
+            with named_faults(path):
+                self._map = np.memmap(path, np.uint8, mode="r")
             self.size = len(self._map)
         self._offsets, self._lengths = self._read_index()
         if mapped:
@@ -136,7 +144,8 @@ class ShardFile:
     def _bytes(self, offset: int, length: int) -> bytes:
         if self._map is not None:
             return self._map[offset : offset + length].tobytes()
-        content = os.pread(self.file, length, offset)
+        with named_faults(self.path):
+            content = os.pread(self.file, length, offset)
         if len(content) != length:
             raise self._damage(f"it ends at byte {offset + len(content)}, expected {offset + length}")
         return content
@@ -150,7 +159,8 @@ class ShardFile:
             target = out[place : place + int(last - first)].reshape(-1).view(np.uint8).data
             offset, done = int(rows[first]) * row_bytes, 0
             while done < len(target):  # short reads are allowed
-                count = os.preadv(self.file, [target[done:]], offset + done)
+                with named_faults(self.path):
+                    count = os.preadv(self.file, [target[done:]], offset + done)
                 if not count:
                     raise self._damage(f"it ends at byte {offset + done}, expected {offset + len(target)}")
                 done += count

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from ..errors import ResourceError
 from ..units import readable_size
+from .faults import FAULTS, fault_of
 from .locks import hold
 
 FAILPOINT_VARIABLE = "LEANDIT_FAILPOINT"
@@ -100,7 +101,7 @@ def write_atomic(path: Path, parts: bytes | Iterable[Any]) -> None:
     Args:
       path: the file; its folder is created if missing.
       parts: the content, or consecutive buffers of it.
-    Raises: ResourceError: the disk is full or over quota, or the file too large; nothing remains.
+    Raises: ResourceError: the disk is full, over quota or failing, or the file too large; nothing remains.
     """
     temporary = temporary_beside(path)
     try:
@@ -111,7 +112,7 @@ def write_atomic(path: Path, parts: bytes | Iterable[Any]) -> None:
         fsync_folder(path.parent)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        raise_if_full(error, path)
+        raise_resource_error(error, path)
         raise
 
 
@@ -127,7 +128,7 @@ def write_folder(final: Path, files: Iterable[tuple[str, Content]], *, replace: 
       replace: replace an existing folder and remove it last (``sweep_strays`` restores it if the process dies in
         between); otherwise an existing folder stays.
     Returns: False if an existing folder stayed.
-    Raises: ResourceError: the disk is full or over quota, or the file too large; nothing remains.
+    Raises: ResourceError: the disk is full, over quota or failing, or the file too large; nothing remains.
     """
     with temporary_folder(final) as temporary:
         inner = set[Path]()
@@ -157,7 +158,7 @@ def write_folder(final: Path, files: Iterable[tuple[str, Content]], *, replace: 
 def temporary_folder(final: Path) -> Iterator[Path]:
     """An empty folder next to ``final``, to be filled and moved there by the block; otherwise it is removed.
 
-    Raises: ResourceError: the disk is full or over quota, or the file too large.
+    Raises: ResourceError: the disk is full, over quota or failing, or the file too large.
     """
     temporary = temporary_beside(final)
     try:
@@ -167,7 +168,7 @@ def temporary_folder(final: Path) -> Iterator[Path]:
             fsync_folder(final.parent)
             yield temporary
     except BaseException as error:
-        raise_if_full(error, final)
+        raise_resource_error(error, final)
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -279,17 +280,24 @@ def _rename(source: Path, target: Path) -> None:
     os.rename(source, target)
 
 
-def raise_if_full(error: BaseException, path: Path) -> None:
-    """Turn "no space left" into a ResourceError with the free space, and "file too large" into one with the limits."""
-    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+def raise_resource_error(error: BaseException, path: Path) -> None:
+    """Turn an error of the disk while a file is written into a ResourceError; return at any other error.
+
+    "No space left" is reported with the free space, "file too large" with the limits, a fault with the path.
+    """
+    if not isinstance(error, OSError):
         return
+    if error.errno in FAULTS:
+        raise fault_of(path, error) from error
     if error.errno == errno.EFBIG:
         problem = ": more than this process ('ulimit -f') or the file system (FAT32: 4 GiB) allows in one file"
         advice = "Raise the limit or use another file system"
-    else:
+    elif error.errno in (errno.ENOSPC, errno.EDQUOT):
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         problem = f" ({readable_size(shutil.disk_usage(folder).free)} free on this disk)"
         advice = "Free some space"
+    else:
+        return
     raise ResourceError(
         f"file '{path}': {error.strerror}{problem}. {advice}, then run the same command again: it resumes."
     ) from error

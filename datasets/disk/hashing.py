@@ -16,6 +16,7 @@ from typing import Any
 import xxhash
 
 from ..errors import DamageError
+from .faults import named_faults
 
 MAX_JSON_BYTES = 1 << 30  # a manifest of ten million shards
 MAX_JSON_DEPTH = 64  # far deeper than any of ours, far below recursion limits
@@ -30,17 +31,21 @@ def canonical_json(value: Any) -> bytes:
 def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """Read a JSON file that ``canonical_json`` wrote. Content that it cannot write is refused.
 
-    Raises: DamageError: not valid JSON, not a regular file, too large or too deep; OSError: missing.
+    Raises: DamageError: not valid JSON, not a regular file, too large or too deep; OSError: missing; ResourceError: the
+      disk failed.
     """
-    status = path.stat()
+    with named_faults(path):
+        status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise DamageError(f"file '{path}': not a regular file; expected a JSON file. Restore it, or create it again.")
     if status.st_size > max_bytes:
         raise DamageError(
             f"file '{path}': {status.st_size} bytes; expected at most {max_bytes / 2**20:.0f} MiB. Restore it."
         )
+    with named_faults(path):
+        content = path.read_bytes()
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(content)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # fails for NaN, 1e999 and lone surrogates
         if _depth(value) > MAX_JSON_DEPTH:
             raise ValueError(f"nested more than {MAX_JSON_DEPTH} deep")
@@ -61,7 +66,7 @@ def sha256_of(value: Any) -> str:
 
 def sha256_file(path: Path) -> str:
     """Hash a file with SHA-256; 64 hex digits."""
-    with open(path, "rb") as file:
+    with named_faults(path), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -77,7 +82,7 @@ def xxh3_64(*rows: Any) -> int:
 
 def xxh3_file(path: str | Path) -> str:
     """Hash a file with XXH3-128; 32 hex digits."""
-    with open(path, "rb", buffering=0) as file:
+    with named_faults(path), open(path, "rb", buffering=0) as file:
         digest = xxhash.xxh3_128()
         # One reused buffer: allocating one per block costs as much as the hash.
         block = memoryview(bytearray(min(BLOCK_BYTES, os.fstat(file.fileno()).st_size + 1)))

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
 
+from ..disk.faults import fault_of, is_fault
 from ..disk.spill import BATCH_ROWS, map_table, map_written, one_chunk
 from ..errors import DamageError, RecipeError
 from .buckets import bucket_size
@@ -163,6 +164,8 @@ def _opened(path: Path) -> Iterator[pa.NativeFile]:
         with pa.OSFile(str(path)) as file:
             yield file
     except (pa.ArrowException, OSError, ValueError) as error:
+        if isinstance(error, OSError) and is_fault(error):
+            raise fault_of(path, error) from error
         raise DamageError(f"table '{path}': not a readable leandit Parquet file ({error}).") from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,15 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from ..disk.hashing import read_json, xxh3_parts
-from ..errors import DamageError, FormatVersionError, LeanditError, StoreError, StoreIncomplete, StoreNotFound
+from ..errors import (
+    DamageError,
+    FormatVersionError,
+    LeanditError,
+    ResourceError,
+    StoreError,
+    StoreIncomplete,
+    StoreNotFound,
+)
 from ..format.layout import (
     CAPTIONS,
     GROUP,
@@ -107,11 +114,19 @@ def intact_copies(read: Callable[..., File], root: Path, revision: int) -> list[
 
     Args:
       read: the function that reads one, as ``read_manifest``.
+    Raises: ResourceError: no copy is intact, and the disk or this machine failed at one of them, so that it may be.
     """
-    copies = list[File]()
+    copies: list[File] = []
+    fault: ResourceError | None = None
     for twin in (False, True):
-        with contextlib.suppress(LeanditError, OSError):
+        try:
             copies.append(read(root, revision, twin=twin))
+        except ResourceError as error:
+            fault = error
+        except (LeanditError, OSError):
+            continue
+    if fault is not None and not copies:
+        raise fault
     return copies
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ..disk.hashing import xxh3_file
-from ..errors import DamageError, LeanditError
+from ..errors import DamageError, LeanditError, ResourceError
 from ..format.layout import Part, Task, commit_path, rows_path
 from ..format.row_layout import LATENTS
 from ..format.schema import CommitRecord
@@ -55,9 +55,12 @@ def read_commit(
     Args:
       check_bytes: hash the shard's files instead of only checking sizes: after a power failure they may hold zeros.
       check_files: look at the files at all.
+    Raises: ResourceError: the disk or this machine failed while the record was read.
     """
     try:
         record = read_hashed(root, commit_path(plan.revision, part, shard), CommitRecord, "")
+    except ResourceError:  # it may be valid: to encode the shard again would be a guess
+        raise
     except (OSError, LeanditError):
         return None
     if (record.plan, record.part, record.shard) != (plan.hash, part, shard) or not _matches_plan(plan, record):

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute
 import xxhash
 
+from ..disk.faults import named_faults
 from ..disk.spill import map_array
 from ..errors import DamageError
 from ..format.buckets import bucket_size
@@ -142,7 +143,10 @@ def map_index(file: Path, name: str, num_bytes: int, count: int) -> np.ndarray:
     dtype = np.dtype("<u8" if is_hash else f"<i{width}")
     if num_bytes % width or num_bytes != width * (num_bytes // width if count < 0 else count):
         raise DamageError(f"file '{file}': {num_bytes} bytes; expected {count} integers of 4 or 8 bytes.")
-    return np.memmap(file, dtype, "r").view(np.ndarray) if num_bytes else np.empty(0, dtype)
+    if not num_bytes:
+        return np.empty(0, dtype)
+    with named_faults(file):
+        return np.memmap(file, dtype, "r").view(np.ndarray)
 
 
 def build_index(

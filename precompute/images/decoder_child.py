@@ -27,8 +27,9 @@ import numpy as np
 import xxhash
 from PIL import Image
 
+from ...datasets.disk.faults import is_fault
 from ...datasets.errors import RecordRejected
-from .faults import is_fault, open_regular
+from .faults import open_regular
 from .pixels import PROGRAMMING_ERRORS, decode_image, read_size
 
 READY = b"ready"

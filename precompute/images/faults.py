@@ -5,7 +5,6 @@ An image is rejected for what its file holds. A store that depended on the weath
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import time
@@ -13,26 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
+from ...datasets.disk.faults import is_fault
 from ...datasets.errors import ResourceError
 
 T = TypeVar("T")
 
 PAUSES = (1.0, 5.0, 20.0)  # seconds between tries: a server that restarts, a mount that comes back
-FAULTS = frozenset(
-    {
-        *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY),
-        *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS),
-        *(errno.ENOTCONN, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED),
-        *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH),
-        *(number for name in ("EREMOTEIO", "ENOLINK", "ECOMM") if (number := getattr(errno, name, 0))),
-    }
-)
-
-
-def is_fault(error: BaseException) -> bool:
-    """Whether reading failed for a reason that is not the file's, so that it may succeed later."""
-    no_memory = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's, on a CPU
-    return no_memory or isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in FAULTS)
 
 
 def fault_error(what: str, error: BaseException) -> ResourceError:

@@ -22,9 +22,10 @@ import numpy as np
 import xxhash
 from safetensors import SafetensorError
 
+from ...datasets.disk.faults import is_fault
 from ...datasets.errors import RecordRejected, SourceError
 from ..config import TextSection
-from ..images.faults import fault_error, is_fault
+from ..images.faults import fault_error
 from .recipe import ImportRecipe
 from .untrusted import ZIP_ERRORS, Looked, look_npy, parse_npy, read_file
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from filelock import SoftFileLease, Timeout
 
-from ...datasets.disk.files import raise_if_full
+from ...datasets.disk.files import raise_resource_error
 from ...datasets.format.layout import LEASES, Task
 from ...datasets.format.schema import Manifest
 from ...datasets.revisions.writer import StoreWriter
@@ -140,7 +140,7 @@ class Leases:
             self._folder.mkdir(exist_ok=True)
             is_taken = lease.take()
         except OSError as error:
-            raise_if_full(error, self._folder)
+            raise_resource_error(error, self._folder)
             if error.errno in MAY_NOT_WRITE:  # shards cannot be written either
                 raise
             return not self._patient  # another process removed the folder

@@ -17,13 +17,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
+from ...datasets.disk.faults import is_fault
 from ...datasets.disk.hashing import sha256_of
 from ...datasets.errors import RecordRejected, SourceError
 from ...datasets.units import plural
 from ..config import Kind, SourceSection
 from ..images.decoder_child import HEADER_BYTES
 from ..images.decoders import ImagePlace
-from ..images.faults import fault_error, is_fault
+from ..images.faults import fault_error
 from .files.files import LocalFiles, SourceFiles, open_files, open_source_files
 from .files.folders import Scan, image_folder, sidecar_folder
 from .files.ignored import Ignored

@@ -26,7 +26,14 @@ from stores import content, small_shards
 from tiny_models import make_dinov2, save_clip
 
 from leandit.datasets.disk import files
-from leandit.datasets.errors import EncoderError, FingerprintMismatch, RecipeError, StoreError, UnknownKey
+from leandit.datasets.errors import (
+    EncoderError,
+    FingerprintMismatch,
+    RecipeError,
+    ResourceError,
+    StoreError,
+    UnknownKey,
+)
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.maintenance.verify import verify_store
@@ -112,7 +119,7 @@ def test_another_recipe_is_refused_and_says_what_to_do_with_what_only_one_of_the
     # An addition that was cut off is finished by its own recipe.
     root = shutil.copytree(stores / "plain", tmp_path / "store")
     monkeypatch.setattr(files, "failpoint", Failpoint("eio", 30))
-    with pytest.raises(OSError, match="Input/output error"):
+    with pytest.raises(ResourceError, match=r"Input/output error\. The disk"):
         encode(recipe, source, root)
     monkeypatch.setattr(files, "failpoint", None)
     more = caption_recipe(*BASE, *SHORT, *feature(teacher), f"features.more.model={teacher}")

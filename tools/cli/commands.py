@@ -19,6 +19,7 @@ import typer
 from typer import Option
 
 from ... import __version__
+from ...datasets.disk.faults import fault_of, is_fault
 from ...datasets.errors import LeanditError, RecipeError, StoreWarning
 from ...train.parallel.stop import EXIT_CTRL_C, StopRequest, Terminated, message_of_rank, record_error
 from ..terminal.text import QUIET, printable, show_decisions
@@ -166,6 +167,9 @@ def _explain(error: Exception) -> tuple[str, int]:
         problem = f"'{error.filename or 'a file'}': {error.strerror}"
         hint = "Grant this user permission, or use another path; the same command then resumes"
         return f"{problem}. {hint}", EXIT_RESOURCES
+    if isinstance(error, OSError) and is_fault(error):
+        fault = fault_of(error.filename or "of unknown name", error)
+        return str(fault), fault.exit_code
     problem = f"{type(error).__name__}: {error}"
     hint = f"Run again with '{TRACEBACK}' before the command, and report it"
     return f"unexpected {problem}. {hint}", EXIT_UNEXPECTED

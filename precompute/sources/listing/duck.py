@@ -22,9 +22,9 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
+from ....datasets.disk.faults import FAULTS
 from ....datasets.disk.spill import named_errors
 from ....datasets.errors import ResourceError, SourceError
-from ...images.faults import FAULTS
 from ..files.files import SourceFiles
 
 MEMORY_MIB = 512

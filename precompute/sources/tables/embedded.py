@@ -21,10 +21,11 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
 
+from ....datasets.disk.faults import is_fault
 from ....datasets.disk.spill import BATCH_ROWS
 from ....datasets.errors import RecordRejected, SourceError, StoreError
 from ...config import SourceSection
-from ...images.faults import is_fault, retried
+from ...images.faults import retried
 from ..files.files import FoundFile, LocalFiles, SourceFiles
 from ..files.folders import Scan
 from ..files.record import CAPTION_NAMES, usable_key

@@ -39,7 +39,7 @@ from stores import checked
 from leandit.datasets.batches.latents import denormalise, final_latents
 from leandit.datasets.disk import files
 from leandit.datasets.disk.files import Failpoint
-from leandit.datasets.errors import FingerprintMismatch, RecipeError, SourceError
+from leandit.datasets.errors import FingerprintMismatch, RecipeError, ResourceError, SourceError
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.revisions.plan import read_plan
@@ -137,7 +137,7 @@ def test_an_import_that_fails_anywhere_resumes_to_the_same_bytes(
     for at in range(3, num_steps, num_steps // 4):
         store = tmp_path / f"store-{at}"
         monkeypatch.setattr(files, "failpoint", Failpoint("eio", at))
-        with pytest.raises(OSError, match="Input/output error"):
+        with pytest.raises(ResourceError, match="Input/output error"):
             run_import(made, store)
         monkeypatch.setattr(files, "failpoint", None)
         report = run_import(made, store)
@@ -236,7 +236,7 @@ def test_a_caption_that_breaks_after_planning_stops_the_import_and_names_it(
     whole = run_import(made, tmp_path / "whole").manifest
     planned = files.failpoint.seen.index("rename plan")
     monkeypatch.setattr(files, "failpoint", Failpoint("eio", planned + 5))
-    with pytest.raises(OSError, match="Input/output error"):
+    with pytest.raises(ResourceError, match="Input/output error"):
         run_import(made, tmp_path / "store")
     monkeypatch.setattr(files, "failpoint", None)
     path = made.source / "InternData/caption_features_new/set0_00000.npz"
