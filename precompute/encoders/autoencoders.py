@@ -43,6 +43,8 @@ class Family:
     patchify: int = 1
 
 
+RAE = "AutoencoderRAE"
+RAE_POSITIONS = "decoder.decoder_pos_embed"  # the table of its decoder in a file of weights
 MEAN_STD = ("latents_mean", "latents_std")
 FAMILIES = {
     "AutoencoderKL": Family("factors", ("scaling_factor", "shift_factor", *MEAN_STD), has_posterior=True),
@@ -51,7 +53,7 @@ FAMILIES = {
     "AutoencoderKLFlux2": Family("batch norm", (), has_posterior=True, patchify=2),
     "AutoencoderKLQwenImage": Family("statistics", MEAN_STD, has_posterior=True, rank=5),
     "AutoencoderKLWan": Family("statistics", MEAN_STD, has_posterior=True, rank=5),
-    "AutoencoderRAE": Family("inside", ("scaling_factor", *MEAN_STD), has_posterior=False, zero_to_one=True),
+    RAE: Family("inside", ("scaling_factor", *MEAN_STD), has_posterior=False, zero_to_one=True),
 }
 SD_CHANNELS = 4  # the default of AutoencoderKL, 0.18215, is that of Stable Diffusion's
 DECODER = ("decoder.", "post_quant_conv.")  # weights that encoding does not use
@@ -90,14 +92,14 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
             f"{where}: its config.json has the patch_size {str(config['patch_size'])[:80]}, expected [2, 2]: the "
             "pipeline of Flux2 makes no other patches."
         )
-    elif name == "AutoencoderRAE" and config.get("reshape_to_2d") is False:
+    elif name == RAE and config.get("reshape_to_2d") is False:
         raise EncoderError(f"{where}: its config.json has reshape_to_2d = false, expected true: latents of (C, H, W).")
     return family
 
 
 def _check_channels(config: Mapping[str, Any], name: str, where: str) -> None:
     """Raise unless it encodes red, green and blue. A Wan with patches names the channels of a patch."""
-    key = {"AutoencoderKLQwenImage": "input_channels", "AutoencoderRAE": "num_channels"}.get(name, "in_channels")
+    key = {"AutoencoderKLQwenImage": "input_channels", RAE: "num_channels"}.get(name, "in_channels")
     patch = config.get("patch_size") if name == "AutoencoderKLWan" else None
     per_channel = patch**2 if isinstance(patch, int) else 1
     if config.get(key, 3 * per_channel) != 3 * per_channel:
@@ -155,10 +157,41 @@ def _numbers(model: Any, family: Family, channels: int) -> tuple[list[float], li
 
 def fixed_side_px(config: Mapping[str, Any]) -> int | None:
     """Side of the only images that a model takes, or None for any: a RAE resizes all others to its own square."""
-    if config.get("_class_name") != "AutoencoderRAE":
+    if config.get("_class_name") != RAE:
         return None
     patches = config.get("encoder_input_size", 224) // config.get("encoder_patch_size", 14)
     return config.get("image_size") or config.get("patch_size", 16) * patches
+
+
+def set_decoder_positions(model: Any, stored: Any = None) -> None:
+    """Give the decoder of diffusers' AutoencoderRAE the positions that it was trained with.
+
+    They are those of its file, else a sinusoidal table of whole rows and columns, as in MAE, whose decoder it is.
+    diffusers reads no table from the file, and makes one that spreads 16 positions over any grid, so that images of
+    other sides than 16 tokens, 256 px, would be decoded with wrong positions.
+
+    Args:
+      model: an AutoencoderRAE.
+      stored: (1, 1 + num_patches, width) table of its file; None: it has none. A torch tensor.
+    Raises: EncoderError: the stored table has another shape.
+    Source: He et al. 2022 (MAE), "get_2d_sincos_pos_embed" of its code; Zheng et al. 2025 (RAE), arXiv 2510.11690.
+    """
+    from diffusers.models.embeddings import get_2d_sincos_pos_embed
+
+    decoder = model.decoder
+    table = decoder.decoder_pos_embed
+    if stored is None:
+        side = round(sqrt(decoder.num_patches))
+        whole: Any = get_2d_sincos_pos_embed(
+            table.shape[-1], side, cls_token=True, extra_tokens=1, base_size=side, output_type="pt"
+        )
+        stored = whole[None]
+    if stored.shape != table.shape:
+        raise EncoderError(
+            f"vae.model: its file has decoder positions of shape {tuple(stored.shape)}, its config.json needs "
+            f"{tuple(table.shape)}. Fetch or save the model again."
+        )
+    table.copy_(stored)
 
 
 def name_siglip_layers() -> None:

@@ -198,6 +198,15 @@ def weight_files(folder: Path, stem: str, *, what: str) -> list[Path]:
     return files
 
 
+def read_weight(files: Sequence[Path], name: str) -> torch.Tensor | None:
+    """A tensor of safetensors by its name, on the CPU; None: no file has it."""
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            if name in file.keys():  # noqa: SIM118
+                return file.get_tensor(name)
+    return None
+
+
 def weights_in(files: Sequence[Path]) -> list[str]:
     """Names of the weights in safetensors.
 

@@ -13,15 +13,18 @@ from ...datasets.format.schema import LatentSpec
 from ..config import VaeSection
 from .autoencoders import (
     DECODER,
+    RAE,
+    RAE_POSITIONS,
     family_of,
     fixed_side_px,
     name_siglip_layers,
     patchify,
+    set_decoder_positions,
     set_tiling,
     shift_and_scale,
     unpatchify,
 )
-from .model_files import VAE_WEIGHTS, ModelFiles, arithmetic
+from .model_files import VAE_WEIGHTS, ModelFiles, arithmetic, read_weight
 from .pretrained import Pretrained, encode_if_it_fits, load_model
 
 LOG = logging.getLogger(__name__)
@@ -59,7 +62,12 @@ class ImageEncoder(Pretrained):
         def load() -> tuple[Any, dict[str, Any]]:
             options = {"torch_dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
             options["low_cpu_mem_usage"] = False  # otherwise diffusers requires accelerate
-            return load_model(model_class.from_pretrained, files.folder, where=place, class_name=name, **options)
+            model, loading = load_model(
+                model_class.from_pretrained, files.folder, where=place, class_name=name, **options
+            )
+            if name == RAE and getattr(model, "decoder", None) is not None:
+                set_decoder_positions(model, read_weight(files.weights, RAE_POSITIONS))
+            return model, loading
 
         # In float32 first, so that the recipe's dtype does not round a batch norm.
         super().__init__(torch.float32, device, lambda _: self._tiled(load()[0]))
@@ -138,6 +146,16 @@ class ImageEncoder(Pretrained):
             patchify=self._family.patchify,
         )
 
+    def check_size(self, height_px: int, width_px: int) -> None:
+        """Raise RecipeError for images of a size that the model would resize, or whose latents it would."""
+        side_px = self.fixed_side_px
+        if side_px and (height_px, width_px) != (side_px, side_px):
+            raise RecipeError(
+                f"vae '{self.identity.model}': {self.identity.class_name} encodes and decodes squares of {side_px} px "
+                f"alone, got {height_px}x{width_px}. Use images of {side_px}x{side_px} px, or the autoencoder of "
+                "another size."
+            )
+
     def black(self, shape: tuple[int, ...]) -> np.ndarray:
         """Zeroed uint8 pixels to fill and encode; pinned memory for a GPU."""
         return torch.zeros(shape, dtype=torch.uint8, pin_memory=self._device.type == "cuda").numpy()
@@ -207,7 +225,9 @@ class ImageEncoder(Pretrained):
           latents: (B, C, H, W) float32.
           zero_to_one: the decoder gives pixels from 0 to 1, not from -1 to 1 (imported from EDM2).
         Returns: (B, height_px, width_px, 3) uint8.
+        Raises: RecipeError: the latents are of another size than the model's only one.
         """
+        self.check_size(latents.shape[2] * self.downscale, latents.shape[3] * self.downscale)
         raw = unpatchify(torch.from_numpy(latents).to(self._device, self._dtype), self._family.patchify)
         decoded = self._model.decode(raw.unsqueeze(2) if self._family.rank == 5 else raw).sample
         if self._family.rank == 5:

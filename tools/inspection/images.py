@@ -64,7 +64,6 @@ class LatentDecoder:
         self._encoder = encoder = _load(made_by["model"], vae, device)
         self.identity = encoder.identity
         self.is_own = self.identity.weights_sha256 == made_by["weights_sha256"]
-        self.fixed_side_px = encoder.fixed_side_px
         if (encoder.num_channels, encoder.downscale) != (spec.channels, spec.downscale) or not encoder.has_decoder:
             raise EncoderError(
                 f"vae '{self.identity.model}': it decodes {encoder.num_channels if encoder.has_decoder else 'no'} "
@@ -80,6 +79,10 @@ class LatentDecoder:
         """The decoder of a store's rows; arguments and errors as of the class."""
         made_by = vae_of(store.spec, store.path)
         return cls(made_by, store.spec.latent, vae, device, where=f"store '{store.path}'")
+
+    def check_size(self, height_px: int, width_px: int) -> None:
+        """Raise RecipeError for images of a size that the VAE does not take."""
+        self._encoder.check_size(height_px, width_px)
 
     def raw(self, rows: np.ndarray) -> np.ndarray:
         """Raw latents, (B, C, H, W) float32, of rows as stored: (B, C, H, W), or the means of (B, 2C, H, W) moments."""

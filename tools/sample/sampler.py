@@ -99,6 +99,7 @@ class ImageSampler:
             pixels, self.bucket, cropped = read_own_image(request.image, buckets)
             self._warnings.append(cropped)
             own_image = normalise(torch.from_numpy(self.decoder.encode(pixels[None])), snapshot.latent)
+        self.decoder.check_size(*bucket_size(self.bucket))  # before images are drawn
         self.subjects = Subjects(snapshot, run, request, device, evenly=evenly, bucket=self.bucket, own_image=own_image)
 
     def summary(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from diffusers.modular_pipelines.stable_diffusion_xl.decoders import StableDiffu
 from diffusers.modular_pipelines.wan import encoders as wan
 from diffusers.modular_pipelines.wan.decoders import WanVaeDecoderStep
 from making import CPU, set_json, smooth_image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_autoencoders import FAMILIES, random_autoencoder, save_autoencoder
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
@@ -104,7 +104,19 @@ def zero_to_one(vae: Any, image: torch.Tensor) -> torch.Tensor:
     return vae.encode((image + 1) / 2).latent
 
 
+def whole_positions(side: int, width: int) -> torch.Tensor:
+    """The table of MAE's code for a square of tokens: columns before rows, sine before cosine, zeros for the class."""
+    rows, columns = np.divmod(np.arange(side * side), side)
+    frequencies = 1.0 / 10000 ** (np.arange(width // 4) / (width // 4))
+    angles = [np.outer(places, frequencies) for places in (columns, rows)]
+    table = np.concatenate([wave(angle) for angle in angles for wave in (np.sin, np.cos)], axis=1)
+    return torch.from_numpy(np.concatenate([np.zeros((1, width)), table])[None]).float()
+
+
 def decoded_tokens(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    """diffusers spreads 16 positions over any grid; the decoder was trained with whole ones, as MAE's."""
+    table = vae.decoder.decoder_pos_embed
+    table.copy_(whole_positions(latents.shape[2], table.shape[2]))
     return vae.decode(latents).sample * 2 - 1
 
 
@@ -227,3 +239,44 @@ def test_a_rae_takes_only_the_images_of_its_own_size(tmp_path: Path) -> None:
     wide = PrecomputeRecipe.model_validate({"images": {"crop": "bucket", "buckets": ["64x64", "64x128"]}})
     with pytest.raises(RecipeError, match=r"bucket '64x128': AutoencoderRAE encodes squares of 64 px.*resolution = 64"):
         describe_store(wide, None, Encoders(encoder))
+
+
+@pytest.mark.parametrize(("input_px", "side_px"), [(56, 64), (224, 256), (448, 512)])
+def test_a_rae_of_any_size_decodes_with_the_positions_it_was_trained_with(
+    input_px: int, side_px: int, tmp_path: Path
+) -> None:
+    folder = save_autoencoder(tmp_path / "vae", "rae", encoder_input_size=input_px)
+    vae = FAMILIES["rae"][0].from_pretrained(folder).eval()
+    encoder = ImageEncoder(VaeSection(model=str(folder)), CPU)
+    image = np.random.default_rng(0).integers(0, 256, (1, side_px, side_px, 3), np.uint8)
+    latents = encoder.encode(image)
+    with torch.no_grad():
+        by_diffusers = vae.decode(torch.from_numpy(latents)).sample
+        shown = (decoded_tokens(vae, torch.from_numpy(latents)) + 1) / 2
+    assert torch.allclose(by_diffusers, shown, atol=1e-4) == (side_px == 256)  # 16 x 16 tokens, where both agree
+    decoded = encoder.decode(latents)
+    wanted = (shown.clamp(0, 1) * 255).permute(0, 2, 3, 1).numpy()
+    assert np.abs(decoded - wanted).max() < 0.51  # a level is the nearest integer
+
+
+def test_a_rae_takes_the_decoder_positions_of_its_file(tmp_path: Path) -> None:
+    folder = save_autoencoder(tmp_path / "vae", "rae")
+    path = folder / "diffusion_pytorch_model.safetensors"
+    encoder = ImageEncoder(VaeSection(model=str(folder)), CPU)
+    latents = encoder.encode(np.zeros((1, 64, 64, 3), np.uint8))
+    before = encoder.decode(latents)
+    positions = "decoder.decoder_pos_embed"
+    save_file(load_file(path) | {positions: whole_positions(4, 32)}, path)
+    assert np.array_equal(ImageEncoder(VaeSection(model=str(folder)), CPU).decode(latents), before)
+    save_file(load_file(path) | {positions: whole_positions(4, 32).flip(1)}, path)
+    assert not np.array_equal(ImageEncoder(VaeSection(model=str(folder)), CPU).decode(latents), before)
+    save_file(load_file(path) | {positions: whole_positions(8, 32)}, path)
+    with pytest.raises(EncoderError, match=r"decoder positions of shape \(1, 65, 32\).*needs \(1, 17, 32\)"):
+        ImageEncoder(VaeSection(model=str(folder)), CPU)
+
+
+@pytest.mark.parametrize("size", [(2, 2), (8, 8), (8, 4)], ids=str)
+def test_a_rae_decodes_no_latents_of_another_size(size: tuple[int, int], tmp_path: Path) -> None:
+    encoder = ImageEncoder(VaeSection(model=str(save_autoencoder(tmp_path / "vae", "rae"))), CPU)
+    with pytest.raises(RecipeError, match=rf"squares of 64 px alone, got {16 * size[0]}x{16 * size[1]}"):
+        encoder.decode(np.zeros((1, 64, *size), np.float32))

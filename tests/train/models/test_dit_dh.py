@@ -13,7 +13,7 @@ from runs import bits, run_to
 from tiny_autoencoders import save_autoencoder
 from torch import Tensor
 
-from leandit.datasets.errors import RunError
+from leandit.datasets.errors import RecipeError, RunError
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import load as load_precompute
 from leandit.precompute.pipeline import precompute
@@ -169,3 +169,7 @@ def test_from_images_through_a_representation_autoencoder_to_images(class_folder
     sample_grid(run, SampleRequest(labels=["0"], steps=2), out=tmp_path / "out", device=CPU)
     with Image.open(tmp_path / "out/grid.png") as image:
         assert min(image.size) >= 64
+    request = SampleRequest(labels=["0"], steps=2, bucket="128x64")
+    with pytest.raises(RecipeError, match="AutoencoderRAE encodes and decodes squares of 64 px alone, got 128x64"):
+        sample_grid(run, request, out=tmp_path / "other", device=CPU)
+    assert not (tmp_path / "other").exists()
