@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import ClassVar
 
 import torch
 from torch import distributed, nn
@@ -11,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from leandit.train.config import OptimizerSection
+from leandit.train.models.roles import RolePatterns
 from leandit.train.optim.build import build_optimizer
 from leandit.train.optim.ema import Ema, Power
 from leandit.train.optim.state import load_whole, optimizer_state, whole
@@ -21,6 +23,8 @@ TOLERANCE = {"adamw": 1e-6, "came": 1e-5, "muon": 2e-3, "adamw8bit": 5e-3}
 
 class Small(nn.Module):
     """A matrix that Muon takes, an odd number of rows, a 1x1 and another convolution."""
+
+    roles: ClassVar[RolePatterns] = {"hidden": ("blocks.*", "point", "deep")}
 
     def __init__(self) -> None:
         super().__init__()

@@ -80,6 +80,12 @@ def patch_of(spec: ModelSpec) -> int:
     return FAMILIES[family].patch_side(spec) if family else size_of(spec.name)[-1]
 
 
+def has_convolutions(spec: ModelSpec) -> bool:
+    """Whether the blocks have convolutions."""
+    family = family_of(spec.name)
+    return family is not None and FAMILIES[family].has_convolutions
+
+
 def pixels_per_token(spec: ModelSpec, latent: LatentSpec) -> int:
     """Side of a patch, in pixels of the image."""
     return patch_of(spec) * latent.downscale

@@ -14,7 +14,7 @@ Source: "Scalable Diffusion Models with Transformers", arXiv 2212.09748, section
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ from .layers import (
     residual_stream,
     without_autocast,
 )
+from .roles import RolePatterns, layers_of
 from .spec import DiTOptions, ModelSpec, ProjectorSpec
 
 # name -> depth, width, heads (table 1); the first is not published: for small images, and to compare recipes on a CPU
@@ -114,10 +115,18 @@ class DiT(GridModel):
 
     Attributes:
       blocks: that are compiled, sharded and checkpointed one by one.
+      roles: what its layers do: see ``roles.py``.
       residual: dtype of the residual stream under autocast to bfloat16; in any other precision it is float32.
       routed: the first and the last block that routed tokens skip.
     """
 
+    roles: ClassVar[RolePatterns] = {
+        "hidden": ("blocks.*.attn.*", "blocks.*.cross_attn.*", "blocks.*.mlp.*"),
+        "modulation": ("*.adaLN_modulation.1",),
+        "embedding": ("x_embedder.proj", "t_embedder.*", "y_embedder.*", "class_token.embed"),
+        "head": ("final_layer.linear", "class_token.velocity"),
+        "projector": ("fusion.proj", "projectors.*"),
+    }
     residual: Literal["float32", "bf16"] = "float32"
     routed: tuple[int, int] = (0, 0)
 
@@ -160,11 +169,11 @@ class DiT(GridModel):
         for name, parameter in (*self.y_embedder.named_parameters(), *self.t_embedder.named_parameters()):
             if name.endswith("weight") and parameter.ndim > 1:  # not the gain of a norm
                 nn.init.normal_(parameter, std=INIT_STD)
-        zeroed = [one.adaLN_modulation for one in self.modules() if isinstance(one, DiTBlock | FinalLayer)]
-        zeroed += [one.proj for one in self.modules() if isinstance(one, CrossAttention)]
-        zeroed += [self.final_layer.linear, *([self.class_token.velocity] if self.class_token else [])]
-        for parameter in (parameter for module in zeroed for parameter in module.parameters()):
-            nn.init.zeros_(parameter)
+        zeroed = [*layers_of(self, "modulation", "head").values()]
+        zeroed += [module.proj for module in self.modules() if isinstance(module, CrossAttention)]
+        for layer in zeroed:
+            for parameter in layer.parameters():
+                nn.init.zeros_(parameter)
         if self.fusion is not None:
             self.fusion.initialize_weights()
 

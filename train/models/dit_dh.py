@@ -12,7 +12,7 @@ Source: Zheng et al. 2025, "Diffusion Transformers with Representation Autoencod
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from .layers import (
     rotation_table,
     without_autocast,
 )
+from .roles import RolePatterns, layers_of
 from .spec import ModelSpec
 
 HEAD = (2, 2048, 16)  # depth, width, heads
@@ -129,9 +130,17 @@ class DiTDH(GridModel):
 
     Attributes:
       blocks: of the narrow part, then of the head, that are compiled, sharded and checkpointed one by one.
+      roles: what its layers do: see ``roles.py``.
       residual: dtype of the residual streams under autocast to bfloat16; in any other precision they are float32.
     """
 
+    roles: ClassVar[RolePatterns] = {
+        "hidden": ("blocks.*.attn.*", "blocks.*.mlp.*"),
+        "modulation": ("*.adaLN_modulation.1",),
+        "embedding": ("x_embedder.proj", "s_embedder.proj", "t_embedder.*"),
+        "head": ("final_layer.linear",),
+        "projector": ("s_projector",),
+    }
     residual: Literal["float32", "bf16"] = "float32"
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -158,9 +167,9 @@ class DiTDH(GridModel):
             nn.init.zeros_(patches.bias)
         for layer in (parts.y_embedder.embedding_table, parts.t_embedder.mlp[0], parts.t_embedder.mlp[2]):
             nn.init.normal_(layer.weight, std=INIT_STD)
-        zeroed = [one.adaLN_modulation[1] for one in (*parts.blocks, parts.final_layer)]
-        for parameter in (tensor for layer in (*zeroed, parts.final_layer.linear) for tensor in layer.parameters()):
-            nn.init.zeros_(parameter)
+        for layer in layers_of(self, "modulation", "head").values():
+            for parameter in layer.parameters():
+                nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
         """(B, C, H, W) noisy latents, (B,) time in 0..1000 and labels to the velocity, (B, C, H, W)."""

@@ -10,10 +10,12 @@ from torch import nn
 
 from ...datasets.errors import needs_extra
 from ..config import OptimizerSection, ScheduleSection
+from ..models.roles import Role, parameter_roles
 from .came import Came
 from .muon import IS_MUON, MuonWithAdamW, hidden_matrices
 
 Groups = list[dict[str, Any]]
+WITHOUT_DECAY: tuple[Role, ...] = ("table", "norm", "bias")  # unless optimizer.decay_all
 
 
 def build_optimizer(section: OptimizerSection, model: nn.Module) -> torch.optim.Optimizer:
@@ -41,20 +43,20 @@ def build_optimizer(section: OptimizerSection, model: nn.Module) -> torch.optim.
 
 def parameter_groups(section: OptimizerSection, model: nn.Module) -> Groups:
     """Parameters grouped by weight decay, and for Muon by whether they are hidden matrices."""
-    decaying = {
-        id(module.weight)
-        for module in model.modules()
-        if isinstance(module, nn.Linear | nn.modules.conv._ConvNd)  # not biases, norms, embeddings, tables
-    }
+    roles = parameter_roles(model)
     matrices = hidden_matrices(model) if section.name == "muon" else set()
     groups: dict[tuple[bool, bool], dict[str, Any]] = {}
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            decays, is_muon = section.decay_all or id(parameter) in decaying, id(parameter) in matrices
-            decay = section.weight_decay if decays else 0.0
-            kind = {IS_MUON: is_muon} if section.name == "muon" else {}
-            group = groups.setdefault((decays, is_muon), {"params": [], "weight_decay": decay, **kind})
-            group["params"].append(parameter)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        decays = section.decay_all or roles[name] not in WITHOUT_DECAY
+        is_muon = name in matrices
+        if (decays, is_muon) not in groups:
+            group: dict[str, Any] = {"params": [], "weight_decay": section.weight_decay if decays else 0.0}
+            if section.name == "muon":
+                group[IS_MUON] = is_muon
+            groups[decays, is_muon] = group
+        groups[decays, is_muon]["params"].append(parameter)
     return list(groups.values())
 
 

@@ -1,9 +1,9 @@
 """Muon for the hidden matrices and AdamW for the rest, as one optimizer.
 
 Muon makes every step of a matrix orthogonal, so it is for matrices that map hidden activations to hidden activations
-(Jordan et al. 2024): linear layers within the blocks. AdamW updates embeddings, the final layer, biases, convolutions
-and modulations. Steps are scaled to the size of AdamW's, so that both share one learning rate (Liu et al. 2025, "Muon
-is Scalable for LLM Training", section 2.2).
+(Jordan et al. 2024): the linear layers whose role is "hidden" (``models/roles.py``). AdamW updates modulations,
+embeddings, heads, projectors, convolutions, biases and norms. Steps are scaled to the size of AdamW's, so that both
+share one learning rate (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2).
 
 ``torch.optim.Muon`` computes the same; of a sharded matrix its iteration would communicate at each of its products.
 """
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..models.roles import layers_of
 from .state import is_sharded, sharded_like
 
-MODULATIONS = ("adaLN_modulation", "norm1.linear", "norm1_context.linear")  # of DiT, and of SD3's two streams
 IS_MUON = "muon"  # key of a group
 MOMENTUM = "momentum_buffer"
 QUINTIC, ITERATIONS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # as published
@@ -82,16 +82,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return (x.T if is_tall else x).to(matrix.dtype)
 
 
-def hidden_matrices(model: nn.Module) -> set[int]:
-    """Ids of the weights of the linear layers within ``model.blocks`` that do not compute modulations."""
-    return {
-        id(module.weight)
-        for block in getattr(model, "blocks", ())
-        for name, module in block.named_modules()
-        if isinstance(module, nn.Linear) and not is_modulation(name)
-    }
-
-
-def is_modulation(name: str) -> bool:
-    """Whether a linear layer, by its name in a block, computes a modulation."""
-    return any(modulation in name for modulation in MODULATIONS)
+def hidden_matrices(model: nn.Module) -> set[str]:
+    """Names of the weights that Muon updates: those of the linear layers whose role is "hidden"."""
+    hidden = layers_of(model, "hidden")
+    return {f"{name}.weight" for name, layer in hidden.items() if isinstance(layer, nn.Linear)}

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from ...datasets.errors import RecipeError
 from ..config import TrainRecipe
-from ..models.build import Denoiser
+from ..models.build import Denoiser, has_convolutions
+from ..models.roles import layers_of
 from ..models.spec import ModelSpec
-from .muon import is_modulation
 
 FIRST_SCALE = 2.0**16
 GROWTH, BACKOFF = 2.0, 0.5
@@ -46,7 +46,7 @@ def set_precision(recipe: TrainRecipe, spec: ModelSpec) -> None:
     """Precision of float32 products on a GPU, and whether cuDNN times convolutions, once for each new shape."""
     # Layers that stay float32 under autocast, such as the time embedding, need its precision.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = recipe.run.precision == "tf32"
-    torch.backends.cudnn.benchmark = spec.name.startswith("sana")  # its feed-forward layers are convolutions
+    torch.backends.cudnn.benchmark = has_convolutions(spec)
 
 
 class LossScale:
@@ -109,7 +109,7 @@ def check_fp8(recipe: TrainRecipe, device: torch.device, strategy: str, *, compi
 
 
 def use_fp8(model: Denoiser, kind: str, *, emulate: bool = False) -> None:
-    """Compute the linear layers of tokens in the blocks in FP8; call it before they are compiled or sharded.
+    """Compute the hidden linear layers of the blocks in FP8; call it before they are compiled or sharded.
 
     Args:
       kind: of scales, as torchao names them.
@@ -118,11 +118,13 @@ def use_fp8(model: Denoiser, kind: str, *, emulate: bool = False) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
 
-    def takes_fp8(layer: nn.Module, name: str) -> bool:
+    hidden = set(layers_of(model, "hidden").values())
+
+    def takes_fp8(layer: nn.Module, _: str) -> bool:
         """Modulations do not: their rows are images, which are few."""
-        if type(layer) is not nn.Linear or is_modulation(name):
+        if type(layer) is not nn.Linear or layer not in hidden:
             return False
-        return layer.in_features % SIDE == layer.out_features % SIDE == 0
+        return layer.in_features % SIDE == 0 and layer.out_features % SIDE == 0
 
     # Tokens are padded where their number is not a multiple: the product that gives a weight's gradient sums over them.
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(kind), pad_inner_dim=True, emulate=emulate)

@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from leandit.datasets.batches.captions import Captions
 from leandit.datasets.errors import RecipeError
-from leandit.train.config import OptimizerSection
 from leandit.train.models import cross_attention
 from leandit.train.models.blocks import checkpoint_blocks
 from leandit.train.models.build import FAMILIES, build_model, diffusers_config, family_of, transformer_class
@@ -21,7 +20,6 @@ from leandit.train.models.conditioning import Conditioning
 from leandit.train.models.diffusers.adaln_single import LinearProcessor
 from leandit.train.models.diffusers.adapters import narrow_frozen, trained_parameters
 from leandit.train.models.spec import AdapterSpec, ModelSpec, TextInput
-from leandit.train.optim.build import build_optimizer
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 PIXART = ModelSpec(name="pixart-tiny", channels=4, out_channels=4, num_classes=0, caption_width=6, base_size=8)
@@ -248,16 +246,6 @@ def test_published_sizes_have_their_number_of_parameters(name: str) -> None:
     with torch.device("meta"):
         model = build_model(PIXART.model_copy(update={"name": name, "base_size": 32, **sizes, **reads}), seed=0)
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=3e-4)
-
-
-def test_muon_leaves_the_modulations_to_adamw() -> None:
-    model = build_model(SD3, seed=0)
-    optimizer = build_optimizer(OptimizerSection(name="muon"), model)
-    by_muon = {id(p) for group in optimizer.param_groups if group["muon"] for p in group["params"]}
-    names = {name.removeprefix("net.") for name, p in model.named_parameters() if id(p) in by_muon}
-    assert not [name for name in names if "norm" in name]
-    streams = {"attn.to_q", "attn.add_q_proj", "attn2.to_q", "ff.net.2", "ff_context.net.0.proj"}
-    assert {f"transformer_blocks.0.{layer}.weight" for layer in streams} <= names
 
 
 def adapted(spec: ModelSpec) -> Any:

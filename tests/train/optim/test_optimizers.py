@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from leandit.datasets.errors import RecipeError
 from leandit.datasets.store import LatentStore
 from leandit.train.config import OptimizerSection
-from leandit.train.models.build import build_model
 from leandit.train.models.dit import SIZES
-from leandit.train.models.spec import ModelSpec
+from leandit.train.models.roles import RolePatterns
 from leandit.train.optim import came
 from leandit.train.optim.build import build_optimizer, parameter_groups, set_learning_rate
 from leandit.train.optim.came import Came
-from leandit.train.optim.muon import MuonWithAdamW, hidden_matrices
+from leandit.train.optim.muon import MuonWithAdamW
 from leandit.train.optim.state import optimizer_state
 
 NAMES = ["adamw", "adamw8bit", "came", "muon"]
@@ -31,6 +30,13 @@ NAMES = ["adamw", "adamw8bit", "came", "muon"]
 
 class Tiny(nn.Module):
     """A model with all that the optimizers tell apart; the large matrix has 8-bit moments."""
+
+    roles: ClassVar[RolePatterns] = {
+        "hidden": ("blocks.*.fc", "blocks.*.proj"),
+        "modulation": ("blocks.*.adaLN_modulation.1",),
+        "embedding": ("conv",),
+        "head": ("deep",),
+    }
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,15 +178,6 @@ def test_muon_is_torchs(shape: tuple[int, int]) -> None:
         optimizer.step()
         reference.step()
     assert torch.equal(ours, theirs)
-
-
-def test_the_matrices_of_a_dit_are_those_of_attention_and_mlp() -> None:
-    spec = ModelSpec(name="DiT-S/4", channels=4, out_channels=8, num_classes=3, caption_width=0, base_size=8)
-    model = build_model(spec, seed=0)
-    matrices = hidden_matrices(model)
-    names = {name.split(".", 2)[2] for name, p in model.named_parameters() if id(p) in matrices}
-    assert names == {"attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight"}
-    assert len(matrices) == 4 * 12
 
 
 def test_biases_norms_embeddings_and_tables_decay_unless_they_are_excluded() -> None:

@@ -26,13 +26,11 @@ class AdaLNSingle(DiffusersModel):
     Attributes:
       embed_name, time_name: of the embeddings of patches and of time.
       zeros: ends of the names of layers whose weights begin at zero.
-      has_grid: blocks take the number of rows and columns, for a feed-forward of convolutions.
     """
 
     embed_name: str
     time_name: str
     zeros: tuple[str, ...] = ()
-    has_grid = False
 
     def optimize(self) -> None:
         embed = getattr(self.net, self.embed_name)
@@ -67,7 +65,7 @@ class AdaLNSingle(DiffusersModel):
         captions, layout = arrange_captions(conditioning.valid_captions, attention.inner_dim // attention.heads)
         captions = self.embed_captions(captions)
         for block in self.blocks:
-            tokens = block(tokens, modulation, captions, layout, (rows, columns) if self.has_grid else None)
+            tokens = block(tokens, modulation, captions, layout, (rows, columns) if self.has_convolutions else None)
         shift, scale = (net.scale_shift_table + time[:, None]).chunk(2, dim=1)
         norm = getattr(net.norm_out, "norm", net.norm_out)
         patches = net.proj_out(norm(tokens) * (1 + scale) + shift)

@@ -59,6 +59,12 @@ class Flux1(DiffusersModel):
         TextInput(name="CLIP-L", tokens=0, width=768, pooled_width=768),
         TextInput(name="T5", tokens=512, width=4096),
     )
+    roles = {  # noqa: RUF012
+        "hidden": ("*.attn.*", "*.ff.*", "*.ff_context.*", "*.proj_mlp", "single_transformer_blocks.*.proj_out"),
+        "modulation": ("*.norm1.linear", "*.norm1_context.linear", "*.norm.linear", "norm_out.linear"),
+        "embedding": ("x_embedder", "context_embedder", "time_text_embed.*"),
+        "head": ("proj_out",),
+    }
     adapted, takes_reference = TWO_STREAMS, True
 
     @classmethod
@@ -76,13 +82,10 @@ class Flux1(DiffusersModel):
     def initialize_weights(self) -> None:
         """Zeros for modulations and the output."""
         net = cast(Any, self.net)
-        fused, zeros = stream_projections(net.transformer_blocks), [net.norm_out.linear, net.proj_out]
-        for block in net.transformer_blocks:
-            zeros += [block.norm1.linear, block.norm1_context.linear]
+        fused = stream_projections(net.transformer_blocks)
         for block in net.single_transformer_blocks:
             fused += [(block.attn, ATTENTION[:3])]
-            zeros += [block.norm.linear]
-        initialize(net, fused, net.x_embedder, [net.time_text_embed], zeros)
+        initialize(net, fused, net.x_embedder, [net.time_text_embed], self.zeroed)
 
     def inputs(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Config:
         captions: Any = conditioning.captions

@@ -33,6 +33,12 @@ class Flux2(Flux1):
     text_classes = ({"causal_lm": ("Qwen3ForCausalLM", "Qwen2TokenizerFast")},)
     downscale, vae = 16, "AutoencoderKLFlux2"
     texts = (TextInput(name="Qwen3", tokens=512, width=7680),)
+    roles = {  # noqa: RUF012
+        "hidden": ("transformer_blocks.*", "single_transformer_blocks.*"),
+        "modulation": ("*_stream_modulation*.linear", "norm_out.linear"),
+        "embedding": ("x_embedder", "context_embedder", "time_guidance_embed.*"),
+        "head": ("proj_out",),
+    }
     adapted = (*TWO_STREAMS, "attn.to_qkv_mlp_proj")
 
     @classmethod
@@ -47,10 +53,8 @@ class Flux2(Flux1):
     def initialize_weights(self) -> None:
         """Zeros for modulations and the output."""
         net = cast(Any, self.net)
-        names = ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation", "norm_out")
         fused = stream_projections(net.transformer_blocks)
-        zeros = [net.proj_out, *(getattr(net, name).linear for name in names)]
-        initialize(net, fused, net.x_embedder, [net.time_guidance_embed], zeros)
+        initialize(net, fused, net.x_embedder, [net.time_guidance_embed], self.zeroed)
 
     @classmethod
     def patch_side(cls, spec: ModelSpec) -> int:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from ..conditioning import Conditioning
 from ..layers import residual_stream
+from ..roles import RolePatterns, layers_of
 from ..spec import ModelSpec, TextInput
 
 Config = dict[str, Any]
@@ -50,7 +51,9 @@ class DiffusersModel(nn.Module):
       text_classes: of each text encoder of its pipeline the classes by kind: see ``T5``.
       downscale: pixels of a side of a latent position, of the VAE that it is published with.
       vae: class of that VAE.
-      adapted: ends of the names of the linear layers that get adapters by default.
+      roles: what its linear layers and convolutions do, by their names in ``net``: see ``roles.py``.
+      adapted: ends of the names of the linear layers that get adapters by default; their role is "hidden".
+      has_convolutions: the feed-forward layers of its blocks are convolutions.
       residual: dtype of the residual stream under autocast to bfloat16; in any other precision it is float32.
       is_flow: it gives a velocity alone, so it trains with flow matching alone.
       samples_flows: its pipeline takes schedulers of flows.
@@ -70,7 +73,9 @@ class DiffusersModel(nn.Module):
     text_classes: ClassVar[tuple[Mapping[str, tuple[str, str]], ...]] = (T5 | GEMMA,)
     downscale: ClassVar[int] = 8
     vae: ClassVar[str] = "AutoencoderKL"
+    roles: ClassVar[RolePatterns]
     adapted: ClassVar[tuple[str, ...]] = ATTENTION
+    has_convolutions: ClassVar[bool] = False
     is_flow: ClassVar[bool] = False
     samples_flows: ClassVar[bool] = True
     takes_guidance: ClassVar[bool] = False
@@ -116,6 +121,11 @@ class DiffusersModel(nn.Module):
     def most_tokens(cls, spec: ModelSpec) -> int | None:
         """Side of the largest grid of tokens that the model has positions for; None: any."""
         return None
+
+    @property
+    def zeroed(self) -> list[nn.Module]:
+        """The layers that begin at zero in a DiT: modulations and the output."""
+        return list(layers_of(self, "modulation", "head").values())
 
     def optimize(self) -> None:
         """Replace what diffusers computes slower or less precisely; names of parameters stay."""

@@ -30,6 +30,12 @@ class PixArt(AdaLNSingle):
     family, recipe, patch = "pixart", "pixart-512", 2
     sizes = {"pixart-sigma": size(28, 16, 72), "pixart-tiny": size(6, 4, 32)}  # noqa: RUF012
     text_width, samples_flows = 4096, False
+    roles = {  # noqa: RUF012
+        "hidden": ("*.attn1.to_*", "*.attn2.to_*", "*.ff.net.*"),
+        "modulation": ("adaln_single.linear",),
+        "embedding": ("pos_embed.proj", "adaln_single.emb.*", "caption_projection.*"),
+        "head": ("proj_out",),
+    }
     embed_name, time_name, zeros = "pos_embed", "adaln_single", ("proj_out", "attn2.to_out.0")
 
     @classmethod

@@ -43,6 +43,12 @@ class QwenImage(DiffusersModel):
     sizes = {"qwen-image": size(60, 24, (16, 56, 56)), "qwen-image-tiny": size(4, 4, (8, 12, 12))}  # noqa: RUF012
     text_classes = ({"causal_lm": ("Qwen2_5_VLForConditionalGeneration", "Qwen2Tokenizer")},)
     text_width, vae = 3584, "AutoencoderKLQwenImage"
+    roles = {  # noqa: RUF012
+        "hidden": ("*.attn.*", "*.img_mlp.*", "*.txt_mlp.*"),
+        "modulation": ("*.img_mod.1", "*.txt_mod.1", "norm_out.linear"),
+        "embedding": ("img_in", "txt_in", "time_text_embed.*"),
+        "head": ("proj_out",),
+    }
     adapted, takes_reference = TWO_STREAMS, True
 
     @classmethod
@@ -61,9 +67,8 @@ class QwenImage(DiffusersModel):
     def initialize_weights(self) -> None:
         """Zeros for modulations and the output."""
         net = cast(Any, self.net)
-        modulations = [layer[1] for block in net.transformer_blocks for layer in (block.img_mod, block.txt_mod)]
-        zeros = [net.norm_out.linear, net.proj_out, *modulations]
-        initialize(net, stream_projections(net.transformer_blocks), net.img_in, [net.time_text_embed], zeros)
+        fused = stream_projections(net.transformer_blocks)
+        initialize(net, fused, net.img_in, [net.time_text_embed], self.zeroed)
 
     def inputs(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Config:
         captions, images = conditioning.valid_captions, conditioning.images(x)

@@ -43,7 +43,13 @@ class Sana(AdaLNSingle):
         "sana-tiny": size(4, 8, 32, 4, 64),
     }
     text_width, downscale, vae = 2304, 32, "AutoencoderDC"
-    embed_name, time_name, has_grid = "patch_embed", "time_embed", True
+    roles = {  # noqa: RUF012
+        "hidden": ("*.attn1.to_*", "*.attn2.to_*", "*.ff.conv_*"),
+        "modulation": ("time_embed.linear",),
+        "embedding": ("patch_embed.proj", "time_embed.*_embedder.*", "caption_projection.*"),
+        "head": ("proj_out",),
+    }
+    embed_name, time_name, has_convolutions = "patch_embed", "time_embed", True
 
     @classmethod
     def config(cls, spec: ModelSpec) -> Config:

@@ -66,6 +66,12 @@ class SD3(DiffusersModel):
         TextInput(name="CLIP-G", tokens=77, width=1280, pooled_width=1280, beside=True),
         TextInput(name="T5", tokens=256, width=4096),
     )
+    roles = {  # noqa: RUF012
+        "hidden": ("*.attn.*", "*.attn2.*", "*.ff.*", "*.ff_context.*"),
+        "modulation": ("*.norm1.linear", "*.norm1_context.linear", "norm_out.linear"),
+        "embedding": ("pos_embed.proj", "context_embedder", "time_text_embed.*"),
+        "head": ("proj_out",),
+    }
     adapted = TWO_STREAMS
 
     @classmethod
@@ -84,12 +90,11 @@ class SD3(DiffusersModel):
     def initialize_weights(self) -> None:
         """Queries, keys and values of a stream as one matrix; zeros for modulations and the output."""
         net = cast(Any, self.net)
-        fused, zeros = [], [net.norm_out.linear, net.proj_out]
+        fused = []
         for block in net.transformer_blocks:
             fused += [(block.attn, ATTENTION[:3]), (block.attn, TEXT_ATTENTION)]
             fused += [(block.attn2, ATTENTION[:3])] if block.attn2 is not None else []
-            zeros += [block.norm1.linear, block.norm1_context.linear]
-        initialize(net, fused, net.pos_embed.proj, [net.time_text_embed], zeros)
+        initialize(net, fused, net.pos_embed.proj, [net.time_text_embed], self.zeroed)
 
     def inputs(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Config:
         """Raises RecipeError if an image is larger than the table of positions."""

@@ -47,6 +47,12 @@ class ZImage(DiffusersModel):
     }
     text_classes = ({"causal_lm": ("Qwen3Model", "Qwen2Tokenizer")},)
     text_width = 2560
+    roles = {  # noqa: RUF012
+        "hidden": ("*.attention.to_*", "*.feed_forward.*"),
+        "modulation": ("*.adaLN_modulation.*",),
+        "embedding": ("all_x_embedder.*", "cap_embedder.*", "t_embedder.*"),
+        "head": ("all_final_layer.*.linear",),
+    }
     adapted = tuple(f"attention.{name}" for name in ATTENTION)
 
     @classmethod
@@ -63,10 +69,9 @@ class ZImage(DiffusersModel):
     def initialize_weights(self) -> None:
         """Zeros for modulations and the output."""
         net = cast(Any, self.net)
-        (last,), (patches,) = net.all_final_layer.values(), net.all_x_embedder.values()
+        (patches,) = net.all_x_embedder.values()
         fused = [(block.attention, ATTENTION[:3]) for block in cast(Any, self.blocks)]
-        zeros = [block.adaLN_modulation[0] for block in (*net.noise_refiner, *net.layers)]
-        initialize(net, fused, patches, [net.t_embedder], [*zeros, last.adaLN_modulation[1], last.linear])
+        initialize(net, fused, patches, [net.t_embedder], self.zeroed)
 
     def forward(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
         """The forward of diffusers, for a batch: the same operations for any number of images."""
