@@ -140,6 +140,11 @@ class LatentStore(OpenedRevision):
         return self.manifest.root_hash if self.manifest else None
 
     @property
+    def content_hash(self) -> str:
+        """Identifies the records, wherever the store lies: the root hash, or the plan while the store is incomplete."""
+        return self.root_hash or content_hash_of_plan(self.plan_hash)
+
+    @property
     def num_classes(self) -> int:
         """Number of classes; 0 if the records have no labels."""
         return len(self.spec.classes or ())
@@ -413,3 +418,8 @@ class LatentStore(OpenedRevision):
         if self.remote:
             raise StoreError(f"store '{self.remote.url}': zarr-python reads local stores. Download it first.")
         return zarr.open_group(self.folder.root, mode="r")
+
+
+def content_hash_of_plan(plan_hash: str) -> str:
+    """``LatentStore.content_hash`` of an incomplete store, whose plan has this hash."""
+    return f"plan {plan_hash}"

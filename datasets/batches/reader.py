@@ -18,7 +18,7 @@ from ..disk.fork_safe import reset_in_forks
 from ..errors import RecipeError
 from ..format.row_layout import LATENTS, view_suffixes
 from ..format.schema import LatentStatistics
-from ..order.alike import check_alike
+from ..order.alike import check_alike, store_names
 from ..order.batch_plan import BatchOrder, BatchPlan, PlannedBatch
 from ..order.caption_odds import CaptionOdds, choose_captions
 from ..order.shuffle import PURPOSE_CAPTION, PURPOSE_VIEW, keyed_choice, keyed_uniform
@@ -95,8 +95,8 @@ class BatchReader(Dataset):
             check_fit(store, plan)
         self._features = list(self.stores[0].features if features is None else features)
         self._companions = list(self.stores[0].companions if companions is None else companions)
-        places = [(store.path, store.spec) for store in self.stores]
-        check_alike(places, captions=text != "none", features=self._features)
+        named_specs = list(zip(store_names(self.stores), [store.spec for store in self.stores], strict=True))
+        check_alike(named_specs, captions=text != "none", features=self._features)
         self.statistics = (statistics or pooled_statistics(self.stores)) if normalise == "store" else None
         self.latent_specs = [normalised_as(store.spec.latent, normalise, self.statistics) for store in self.stores]
         self._text: TextForm = text
@@ -285,9 +285,9 @@ class BatchReader(Dataset):
 
 def pooled_statistics(stores: Sequence[LatentStore]) -> LatentStatistics | None:
     """Statistics of the latents of all stores, each counted once; None if one of them has none."""
-    known = {store.root_hash or str(store.path): store.manifest and store.manifest.statistics for store in stores}
-    found = [one for one in known.values() if one]
-    return merge_statistics(found) if len(found) == len(known) else None
+    statistics = {store.content_hash: store.manifest and store.manifest.statistics for store in stores}
+    available = [of_store for of_store in statistics.values() if of_store]
+    return merge_statistics(available) if len(available) == len(statistics) else None
 
 
 def check_fit(store: LatentStore, plan: BatchPlan) -> None:
@@ -295,16 +295,15 @@ def check_fit(store: LatentStore, plan: BatchPlan) -> None:
 
     Raises: RecipeError: names the bucket and both counts.
     """
-    if plan.selection and plan.selection.plan_hash != store.plan_hash:
+    if plan.selection and plan.selection.content_hash != store.content_hash:
         raise RecipeError(
             f"store '{store.path}': the plan's selection was made from another store, or another revision of it. "
             "Create it again with RecordFilter.select."
         )
     for bucket in {**plan.buckets, **store.buckets}:
         stored, planned = store.buckets.get(bucket, 0), plan.buckets.get(bucket, 0)
-        chosen = plan.selection.positions.get(bucket) if plan.selection else None
-        if chosen is not None:  # a part of the records, in order
-            planned = max(stored, int(chosen[-1]) + 1) if len(chosen) else stored
+        if plan.selection:  # the plan may have only a part of the records
+            planned = plan.selection.num_stored.get(bucket, 0)
         if planned != stored:
             raise RecipeError(
                 f"store '{store.path}': it has {stored} records in bucket '{bucket}', the plan was made for a store "

@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from ..disk.fork_safe import reset_in_forks
 from ..errors import RecipeError, RunError
 from ..order.batch_plan import MAX_NUMBER, BatchPlan, changed_fields
+from ..store import content_hash_of_plan
 from .batch import Batch
 from .reader import BatchReader
 
@@ -173,7 +174,7 @@ class BatchStream(IterableDataset):
             "version": STATE_VERSION,
             "number": self.number,
             "passes": passes,
-            "root_hashes": [content_hash(store.root_hash, store.plan_hash) for store in self.reader.stores],
+            "root_hashes": [store.content_hash for store in self.reader.stores],
             "order": self.reader.order.identity(),
             "draw_seed": seeds[0] if len(set(seeds)) == 1 else seeds,
             "caption_odds": self.reader.caption_odds,
@@ -190,7 +191,7 @@ class BatchStream(IterableDataset):
             raise RunError(f"loader state: not a state of a loader; expected what 'state_dict' returned. {RESUME}")
         current, hashes = self.state_dict(), state.get("root_hashes")
         _check_unchanged(state, current, ("version", "draw_seed"))
-        incomplete = [content_hash(None, store.plan_hash) for store in self.reader.stores]
+        incomplete = [content_hash_of_plan(store.plan_hash) for store in self.reader.stores]
         if self._plan and hashes == incomplete != current["root_hashes"]:
             before = state.get("order")
             kept = before if isinstance(before, dict) else {}
@@ -215,11 +216,6 @@ def _count(state: dict[str, Any], name: str) -> int:
     if type(value) is not int or not 0 <= value < MAX_NUMBER:
         raise RunError(f"loader state: number {value!r}: expected a count of batches. Start a new run.")
     return value
-
-
-def content_hash(root_hash: str | None, plan_hash: str) -> str:
-    """Identifies the records of a store in a state: its root hash, or the hash of its plan while it is incomplete."""
-    return root_hash or f"plan {plan_hash}"
 
 
 def is_gpu(device: torch.device | None) -> bool:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import RecipeError
 from ..format.schema import UNKNOWN, EncoderIdentity, LatentSpec, StoreSpec
+
+if TYPE_CHECKING:
+    from ..store import LatentStore
 
 ADVICE = {
     "captions": "Or read no captions (text='none').",
@@ -20,7 +23,7 @@ ADVICE = {
 
 
 def check_alike(
-    stores: Sequence[tuple[Path | str, StoreSpec]],
+    stores: Sequence[tuple[str, StoreSpec]],
     *,
     captions: bool,
     classes: bool = False,
@@ -29,7 +32,7 @@ def check_alike(
     """Check that one model can train on all stores.
 
     Args:
-      stores: place and spec of each.
+      stores: name (``store_names``) and spec of each.
       captions, classes: compare these too.
       features: compare these too, where both stores have them.
     Raises: RecipeError: names two stores and the difference.
@@ -50,9 +53,21 @@ def check_alike(
             ]
             if values:
                 raise RecipeError(
-                    f"stores '{first}' and '{second}' cannot be mixed: {'; '.join(values)}. Expected stores of the "
+                    f"stores {first} and {second} cannot be mixed: {'; '.join(values)}. Expected stores of the "
                     f"same encoders{' and classes' if classes else ''}. {ADVICE.get(what, '')}".rstrip()
                 )
+
+
+def store_names(stores: Sequence[LatentStore]) -> list[str]:
+    """What messages call each store: its path in quotes, with the revision where several of one path are read."""
+    revisions: dict[Path, set[int]] = {}
+    for store in stores:
+        revisions.setdefault(store.path, set()).add(store.revision)
+    names = list[str]()
+    for store in stores:
+        is_ambiguous = len(revisions[store.path]) > 1
+        names.append(f"'{store.path}' (revision {store.revision})" if is_ambiguous else f"'{store.path}'")
+    return names
 
 
 def raw_scale_and_shift(latent: LatentSpec) -> tuple[np.ndarray, np.ndarray]:

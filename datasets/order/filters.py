@@ -58,7 +58,8 @@ class Selection:
       positions: of each bucket, sorted positions of the selected records, in the smallest integer dtype; None for all.
       num_filtered: records filtered out, by reason; a record counts for the first that applies.
       identity: plain values of the filter, for the state of a loader.
-      plan_hash: of the store's revision, whose records these are.
+      content_hash: of the store whose records these are (``LatentStore.content_hash``).
+      num_stored: all records of each bucket, when they were selected.
       held_out: of each bucket, sorted positions of the records that would be selected without a holdout.
     """
 
@@ -66,7 +67,8 @@ class Selection:
     positions: Mapping[str, np.ndarray | None]
     num_filtered: Mapping[str, int]
     identity: Mapping[str, Any]
-    plan_hash: str
+    content_hash: str
+    num_stored: Mapping[str, int]
     held_out: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
@@ -135,7 +137,15 @@ class RecordFilter:
         positions = {bucket: _positions(passing[of_bucket]) for bucket, of_bucket in records.items()}
         counts = {b: len(records[b]) if chosen is None else len(chosen) for b, chosen in positions.items()}
         kept_out = {b: np.flatnonzero(held_out[one]) for b, one in records.items()} if self.holdout else {}
-        selection = Selection(counts, positions, num_filtered, identity, store.plan_hash, kept_out)
+        selection = Selection(
+            counts=counts,
+            positions=positions,
+            num_filtered=num_filtered,
+            identity=identity,
+            content_hash=store.content_hash,
+            num_stored={bucket: len(of_bucket) for bucket, of_bucket in records.items()},
+            held_out=kept_out,
+        )
         if not selection.num_records:
             raise RecipeError(f"store '{store.path}': {selection.describe()}. Relax the filter.")
         return selection

@@ -62,6 +62,27 @@ def merge_statistics(parts: Sequence[LatentStatistics]) -> LatentStatistics:
     return LatentStatistics(count=count, channel_mean=mean.tolist(), channel_std=std.tolist())
 
 
+def statistics_without(whole: LatentStatistics, part: LatentStatistics) -> LatentStatistics:
+    """Statistics of the values that are left when those of a part are taken out of the whole.
+
+    It undoes ``merge_statistics``. Its error grows with the share of the part, so this must be at most about half.
+    """
+    count = whole.count - part.count
+    if not part.count:
+        return whole
+    if count <= 0:
+        empty = [0.0] * len(whole.channel_mean)
+        return LatentStatistics(count=0, channel_mean=empty, channel_std=empty)
+    whole_mean = np.array(whole.channel_mean)
+    part_mean = np.array(part.channel_mean)
+    mean = whole_mean + (whole_mean - part_mean) * (part.count / count)
+    squares = np.array(whole.channel_std) ** 2 * whole.count
+    squares -= np.array(part.channel_std) ** 2 * part.count
+    squares -= (part_mean - mean) ** 2 * (count / whole.count * part.count)
+    std = np.sqrt(np.maximum(squares, 0) / count)
+    return LatentStatistics(count=count, channel_mean=mean.tolist(), channel_std=std.tolist())
+
+
 def _count(rows: np.ndarray, counts: np.ndarray) -> None:
     """Add the patterns of (N, C, H, W) rows to (C, 65536) counts."""
     step = max(1, BLOCK_VALUES // max(1, rows[0, 0].size)) if len(rows) else 1

@@ -84,6 +84,11 @@ class Merge:
         self._rejects.add(rejected, [[reject.stage, reject.reason, reject.detail] for reject in commit.rejects])
         self._fallbacks.add(fallen, [[fallback.how] for fallback in commit.fallbacks])
 
+    @property
+    def latent_results(self) -> np.ndarray:
+        """(records,) ROW_RESULTS of the latents of each record; empty where the revision has not written any."""
+        return self._groups[LATENTS].values
+
     def records(self) -> Iterator[pa.Table]:
         """The row groups of the records table, in the order of the source."""
         lost = self._lost_captions()

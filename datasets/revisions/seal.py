@@ -33,17 +33,16 @@ from ..format.layout import (
     zarr_files,
 )
 from ..format.row_layout import LATENTS
-from ..format.schema import FORMAT_VERSION, Manifest, StoreSpec
+from ..format.schema import FORMAT_VERSION, LatentStatistics, Manifest
 from ..format.table_schemas import captions_schema, records_schema, sources_schema
 from ..format.tables import batches_of_parquet, parquet_file, parquet_of_groups, read_batches
-from ..format.zarr_shard import ArrayLayout
 from .catalog import file_entry
 from .commits import read_commit, read_results
-from .latent_statistics import merge_statistics
 from .local import local_file, shared_spec
 from .merge import STATUSES, Merge
 from .plan import FrozenPlan
-from .records import ReadTable, build_index
+from .records import build_index
+from .stored_statistics import rows_of_records, rows_written, statistics_of_stored
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
@@ -60,7 +59,7 @@ def seal_files(root: Path, plan: FrozenPlan) -> tuple[Files, Manifest]:
     """
     prefix, merge, before = revision_prefix(plan.revision), Merge(plan), plan.before
     entries = {entry.path: entry for entry in before.files if "/c/" in entry.path} if before else {}
-    statistics = [before.statistics] if before and before.statistics else []
+    statistics = list[LatentStatistics]()
     for task in plan.layout.tasks():
         if (commit := read_commit(root, plan, *task)) is None:
             path = commit_path(plan.revision, *task)
@@ -84,16 +83,25 @@ def seal_files(root: Path, plan: FrozenPlan) -> tuple[Files, Manifest]:
         RECORDS: parquet_of_groups(records_schema(plan.spec), counted(merge.records())),
         CAPTIONS: parquet_of_groups(captions_schema(plan.spec), merge.captions()),
     }
-    files |= index_files(
+    numbers = build_index(
         plan.spec,
         plan.layout.arrays,
         plan.records.num_rows,
         plan.captions.num_rows,
         lambda name, columns: batches_of_parquet(files[name], columns),
     )
+    files |= index_files(numbers)
+    stored = {str(bucket): count for (status, bucket), count in counts.items() if status == "stored"}
+    of_latents = statistics_of_stored(
+        root,
+        plan,
+        stored=rows_of_records(stored, numbers["rows"], numbers["records"], numbers["checksum"]),
+        written=rows_written(plan, merge.latent_results),
+        parts=statistics,
+        files=entries,
+    )
     entries |= {prefix + name: file_entry(prefix + name, content) for name, content in files.items()}
     files[SOURCES] = parquet_file(plan.records.select(sources_schema(plan.spec).names))
-    stored = {str(bucket): count for (status, bucket), count in counts.items() if status == "stored"}
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         revision=plan.revision,
@@ -111,7 +119,7 @@ def seal_files(root: Path, plan: FrozenPlan) -> tuple[Files, Manifest]:
         files=[entries[path] for path in sorted(entries)],
         root_hash="",
         self_check=plan.self_check or (before and before.self_check),
-        statistics=merge_statistics(statistics) if statistics else None,
+        statistics=of_latents,
     )
     manifest = manifest.with_hash()
     local = local_file(
@@ -127,25 +135,22 @@ def seal_files(root: Path, plan: FrozenPlan) -> tuple[Files, Manifest]:
     }, manifest
 
 
-def index_files(
-    spec: StoreSpec, arrays: Mapping[str, ArrayLayout], num_records: int, num_captions: int, read: ReadTable
-) -> Files:
-    """Content of the files of a revision's index, by name within its folder, from its tables."""
-    numbers = build_index(spec, arrays, num_records, num_captions, read)
+def index_files(numbers: Mapping[str, np.ndarray]) -> Files:
+    """Content of the files of a revision's index, by name within its folder, from its arrays (``build_index``)."""
     return {f"{INDEX}/{name}.bin": one.view(np.uint8).data if one.size else b"" for name, one in numbers.items()}
 
 
 def write_index(root: Path, manifest: Manifest) -> None:
     """Write the index of a sealed revision again, from its tables, which are intact."""
     prefix = revision_prefix(manifest.revision)
-    files = index_files(
+    numbers = build_index(
         manifest.spec,
         manifest.layouts(),
         manifest.num_planned,
         manifest.num_captions,
         lambda name, columns: read_batches(root / (prefix + name), columns),
     )
-    for name, content in files.items():
+    for name, content in index_files(numbers).items():
         write_unless_same(root / (prefix + name), content)
 
 

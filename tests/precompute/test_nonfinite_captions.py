@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from faults import flip
+from faults import break_word, flip
 from making import add_image, caption_recipe, encode, make_caption_folder, no_progress, smooth_image, tree_digest
-from safetensors.torch import load_file, save_file
 from stores import checked, content, copy_of, deep, small_shards
-from transformers import AutoTokenizer
 
 from leandit.datasets.errors import LeanditError
 from leandit.datasets.loader import make_loader
@@ -22,23 +19,12 @@ from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.store import LatentStore
 
 BROKEN = "triangle"  # four of the fourteen records of the folder have it in both captions
-SHIPPED = Path(__file__).parents[2] / "precompute/demo_encoders/t5"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _several_shards() -> Iterator[None]:
     with small_shards():
         yield
-
-
-def break_word(folder: Path, word: str) -> str:
-    """The shipped text encoder with an embedding of NaN for a word of the captions, or for all, as a setting."""
-    shutil.copytree(SHIPPED, folder)
-    tensors, tokenizer = load_file(folder / "model.safetensors"), AutoTokenizer.from_pretrained(folder)
-    ids = {*tokenizer(f"a {word}")["input_ids"]} - {*tokenizer("a big green circle" if word else "a")["input_ids"]}
-    tensors["shared.weight"][sorted(ids) if word else slice(None)] = torch.nan
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return f"text.model={folder}"
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import select
+import shutil
 import signal
 import time
 import traceback
@@ -18,7 +19,9 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 from making import cut, encode
+from safetensors.torch import load_file, save_file
 from stores import read_all
 
 from leandit.datasets.disk import files
@@ -29,6 +32,7 @@ from leandit.datasets.revisions.writer import StoreWriter, row_checksum
 from leandit.precompute.config import PrecomputeRecipe
 
 EXIT_REFUSED, EXIT_WRONG = 40, 42  # of a child: an error of ours, wrong numbers
+SHIPPED = Path(__file__).parents[2] / "precompute/demo_encoders/t5"
 CHILD_SECONDS = 240.0  # a child that takes longer hangs
 REVISION_FILES = ("manifest.json", "records.parquet", "captions.parquet", "sources.parquet", "local.json")
 
@@ -269,3 +273,15 @@ def encode_wrongly(recipe: PrecomputeRecipe, source: Path, store: Path, arrays: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StoreWriter, "commit", commit)
         encode(recipe, source, store)
+
+
+def break_word(folder: Path, word: str) -> str:
+    """The shipped text encoder with an embedding of NaN for a word of the captions, or for all, as a setting."""
+    from transformers import AutoTokenizer  # its import takes a second
+
+    shutil.copytree(SHIPPED, folder)
+    tensors, tokenizer = load_file(folder / "model.safetensors"), AutoTokenizer.from_pretrained(folder)
+    ids = {*tokenizer(f"a {word}")["input_ids"]} - {*tokenizer("a big green circle" if word else "a")["input_ids"]}
+    tensors["shared.weight"][sorted(ids) if word else slice(None)] = torch.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return f"text.model={folder}"

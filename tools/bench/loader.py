@@ -68,7 +68,14 @@ def run(path: Path, *, batch: int, seconds: float, cold: bool, scratch: Path | N
         raise ResourceError(f"'{folder}': {readable_size(free)} free, expected {expected}. Use another --scratch.")
     counts = {bucket: math.ceil(size * share) for bucket, size in store.buckets.items()}
     positions = {bucket: None if n == store.buckets[bucket] else np.arange(n) for bucket, n in counts.items()}
-    sample = Selection(counts, positions, {}, {"first records": counts}, store.plan_hash)
+    sample = Selection(
+        counts=counts,
+        positions=positions,
+        num_filtered={},
+        identity={"first records": counts},
+        content_hash=store.content_hash,
+        num_stored=store.buckets,
+    )
     result: dict[str, Any] = {"store": str(path), "records": len(store), "record_bytes": num_bytes / max(1, len(store))}
     result["batch"] = batch
     if cold:

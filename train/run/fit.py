@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ...datasets.errors import RecipeError, RunError
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.schema import LatentSpec, StoreSpec, TextEncoder
-from ...datasets.order.alike import check_alike
+from ...datasets.order.alike import check_alike, store_names
 from ...datasets.recipe import shipped_recipes
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
@@ -33,9 +33,9 @@ from ..weights.sources import position_grid, read_config
 
 
 class Place(NamedTuple):
-    """A store to train on: its path for messages, what it holds, and its buckets."""
+    """A store to train on: its name for messages, what it holds, and its buckets."""
 
-    path: str
+    name: str
     spec: StoreSpec
     buckets: Sequence[str] = ()
 
@@ -45,9 +45,11 @@ def model_for_stores(recipe: TrainRecipe, stores: Sequence[LatentStore]) -> tupl
 
     Raises: RunError: recipe and stores do not fit.
     """
-    places = [Place(str(store.path), store.spec, list(store.buckets)) for store in stores]
+    names = store_names(stores)
+    places = [Place(name, store.spec, list(store.buckets)) for name, store in zip(names, stores, strict=True)]
     captions, features = recipe.takes_captions, features_of(recipe)
-    check_alike([place[:2] for place in places], captions=captions, classes=not captions, features=features)
+    named_specs = [(place.name, place.spec) for place in places]
+    check_alike(named_specs, captions=captions, classes=not captions, features=features)
     first = max(range(len(stores)), key=lambda number: places[number].spec.images.resolution_px)
     return check_fit(recipe, [places.pop(first), *places]), stores[first]
 
@@ -57,7 +59,7 @@ def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str, buckets: Seque
 
     Raises: as ``check_fit``.
     """
-    return check_fit(recipe, [Place(where, store, buckets)])
+    return check_fit(recipe, [Place(f"'{where}'", store, buckets)])
 
 
 def check_fit(recipe: TrainRecipe, places: Sequence[Place]) -> ModelSpec:
@@ -68,15 +70,15 @@ def check_fit(recipe: TrainRecipe, places: Sequence[Place]) -> ModelSpec:
     check_model_name(recipe.model.name)
     for contradiction in _contradictions(recipe):
         raise RecipeError(contradiction)
-    places = [*{place.path: place for place in places}.values()]  # a store that is named twice is listed once
-    lacks = {place.path: [*_lacks(recipe, place)] for place in places}
+    places = [*{place.name: place for place in places}.values()]  # a store that is named twice is listed once
+    lacks = {place.name: [*_lacks(recipe, place)] for place in places}
     spec = None if any(lacks.values()) else _spec(recipe, places[0].spec)
     if spec:
-        lacks[places[0].path] += _config_lacks(recipe, spec) if spec.config else ()
+        lacks[places[0].name] += _config_lacks(recipe, spec) if spec.config else ()
         for place in places:
-            lacks[place.path] += _size_lacks(spec, place.spec.latent, place.buckets)
+            lacks[place.name] += _size_lacks(spec, place.spec.latent, place.buckets)
     if spec is None or any(lacks.values()):
-        stores = "; ".join(f"store '{path}': {'; '.join(phrases)}" for path, phrases in lacks.items() if phrases)
+        stores = "; ".join(f"store {name}: {'; '.join(phrases)}" for name, phrases in lacks.items() if phrases)
         fits = _store_that_fits(recipe, places[0].spec.images.resolution_px)
         raise RunError(f"model '{recipe.model.name}', {stores}{fits}.")
     return spec
@@ -262,7 +264,7 @@ def _caption_lacks(recipe: TrainRecipe, place: Place) -> Iterator[str]:
         if names and (len(names) != len(roles) or len(set(names)) < len(names) or not set(names) <= set(stored)):
             raise RecipeError(
                 f"conditioning.texts {json.dumps(names)}: expected {needed}, in this order, by the names of text "
-                f"encoders of store '{place.path}', which has {tables}."
+                f"encoders of store {place.name}, which has {tables}."
             )
         if not names and len(stored) != len(roles):
             do = ": name those to read, in this order, in conditioning.texts" if len(stored) > len(roles) else ""

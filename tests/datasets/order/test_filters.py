@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stores import copy_of
 
 from leandit.datasets.errors import RecipeError
 from leandit.datasets.format.class_names import ClassNames
@@ -49,7 +50,7 @@ def made_up_store(records: list[dict[str, Any]], classes: list[str] | None = Non
         buckets={name: len(rows) for name, rows in buckets.items()},
         index=lambda bucket: indexes[bucket],
         class_names=ClassNames(classes),
-        plan_hash="made up",
+        content_hash="made up",
     )
     return cast(LatentStore, store)
 
@@ -240,3 +241,32 @@ def test_a_record_trains_or_is_held_out_and_a_filter_comes_first(label_store: La
     batches = list(make_loader(label_store, global_batch=4, selection=with_filter))
     hashes = label_store.numbers("keys")
     assert not is_held_out(hashes[np.concatenate([batch.records for batch in batches])], 0.5).any()
+
+
+def test_a_selection_fits_only_the_content_that_it_was_made_from(grown_store: Path, tmp_path: Path) -> None:
+    root = copy_of(grown_store, tmp_path / "grown")
+    for path in root.rglob("local.json"):
+        path.unlink()  # it names the plan, which no hash covers
+    selections = {n: RecordFilter(max_aspect=1.0).select(LatentStore(root, revision=n)) for n in (1, 2, 3)}
+    for selected, selection in selections.items():
+        for revision in (1, 2, 3):
+            store = LatentStore(root, revision=revision)
+            if revision == selected:
+                assert len(make_loader(store, global_batch=1, selection=selection)) == selection.num_records
+                continue
+            with pytest.raises(RecipeError, match="selection was made from another store, or another revision"):
+                make_loader(store, global_batch=1, selection=selection)
+    elsewhere = LatentStore(copy_of(grown_store, tmp_path / "copy"), revision=2)
+    assert len(make_loader(elsewhere, global_batch=1, selection=selections[2])) == selections[2].num_records
+
+
+def test_a_selection_of_an_incomplete_store_does_not_fit_once_it_has_more_records(unfinished: Path) -> None:
+    commit = unfinished / "revisions/000001/commits/buckets/48x80/000000.json"
+    content = commit.read_bytes()
+    commit.unlink()
+    before = LatentStore(unfinished, allow_incomplete=True)
+    selection = RecordFilter(max_aspect=1.0).select(before)
+    assert len(make_loader(before, global_batch=1, selection=selection)) == selection.num_records
+    commit.write_bytes(content)
+    with pytest.raises(RecipeError, match="in bucket '48x80', the plan was made for a store with 0 there"):
+        make_loader(LatentStore(unfinished, allow_incomplete=True), global_batch=1, selection=selection)

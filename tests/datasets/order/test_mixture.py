@@ -137,7 +137,7 @@ def digest(order: BatchOrder, first: int, count: int) -> str:
 def test_the_order_of_every_mode_of_selections_mixtures_and_stages_does_not_change() -> None:
     # As in test_batch_plan.py: these change with an ORDER break only.
     chosen = {"64x64": np.arange(0, 600, 2, dtype=np.uint16), "48x80": None, "80x48": np.zeros(0, np.uint8)}
-    selection = Selection({"64x64": 300, "48x80": 333, "80x48": 0}, chosen, {}, {}, "")
+    selection = Selection({"64x64": 300, "48x80": 333, "80x48": 0}, chosen, {}, {}, "", {})
     whole = BatchPlan({"64x64": 701, "48x80": 333, "80x48": 5}, 16, 7)
     carried = BatchPlan(whole.buckets, 16, 7, leftovers="carry", window=ShardWindow(3, 40))
     selected = BatchPlan(selection.counts, 16, 7, leftovers="carry", window=ShardWindow(3, 40), selection=selection)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from faults import break_word
 from hypothesis import given
 from hypothesis import strategies as st
-from making import latent_spec, no_progress
-from stores import make_added, small_shards
+from making import COMPANIONS, caption_recipe, encode, latent_spec, make_companion_folder, no_progress
+from stores import ImageSource, make_added, make_grown, make_plain, small_shards
 
 from leandit.datasets.batches.latents import normalised_as
 from leandit.datasets.errors import RecipeError
 from leandit.datasets.format.schema import Decoding, LatentSpec, LatentStatistics
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.compact import compact
-from leandit.datasets.revisions.catalog import read_manifest
+from leandit.datasets.revisions.catalog import read_manifest, sealed_revisions
 from leandit.datasets.revisions.latent_statistics import merge_statistics, statistics_of
 from leandit.datasets.store import LatentStore
 
@@ -103,22 +105,93 @@ def statistics_in(store: Path, revision: int = 1) -> LatentStatistics | None:
     return read_manifest(store, revision).statistics
 
 
-def test_a_manifest_has_those_of_all_its_latents_flipped_earlier_and_compacted(tmp_path: Path) -> None:
+def statistics_of_stored_rows(store: LatentStore) -> LatentStatistics:
+    """Those of every view of every stored record."""
+    views = [(variant, flipped) for variant in range(store.spec.images.variants) for flipped in (False, True)]
+    rows = [
+        store.latents(bucket, variant=variant, flipped=flipped).take(store.index(bucket).rows)
+        for bucket in store.buckets
+        for variant, flipped in views
+        if store.spec.latent.flip or not flipped
+    ]
+    return statistics_of(rows, store.spec.latent)
+
+
+def assert_those_of_stored_records(root: Path) -> None:
+    for revision in sealed_revisions(root):
+        found = statistics_in(root, revision)
+        assert_close(found, statistics_of_stored_rows(LatentStore(root, revision=revision)))
+
+
+GROWN: dict[str, tuple[Callable[..., tuple[ImageSource, Path]], tuple[str, ...]]] = {
+    "only new images": (make_added, ("vae.flip=true",)),
+    "images that are new, replaced and dropped": (make_grown, ()),
+    "all views of such images": (make_grown, ("vae.flip=true", "images.variants=2")),
+    "compressed shards": (make_grown, ("store.codec=zstd",)),
+    "latents in int8": (make_grown, ("vae.keep=mean", "store.dtype=int8")),
+}
+
+
+@pytest.mark.parametrize("case", GROWN)
+def test_every_revision_and_its_compaction_have_those_of_their_stored_records(case: str, tmp_path: Path) -> None:
+    make, overrides = GROWN[case]
     with small_shards():
-        grown = make_added(tmp_path, "vae.flip=true")[1]
+        grown = make(tmp_path, *overrides)[1]
     assert statistics_in(grown, 1) != statistics_in(grown, 3)
-    for revision in (1, 3):
-        store, parts = LatentStore(grown, revision=revision), []
-        for flipped in (False, True):
-            parts += [
-                statistics_of(
-                    [store.latents(bucket, flipped=flipped).take(store.index(bucket).rows)], store.spec.latent
-                )
-                for bucket in store.buckets
-            ]
-        assert_close(statistics_in(grown, revision), merge_statistics(parts))
+    assert_those_of_stored_records(grown)
     compact(grown, tmp_path / "new", progress=no_progress)
     assert_close(statistics_in(tmp_path / "new", 4), statistics_in(grown, 3))
+
+
+def test_few_images_that_are_left_of_many_have_theirs(tmp_path: Path) -> None:
+    with small_shards():
+        images, store = make_plain(tmp_path)
+        for i in range(8):
+            images.drop(i)
+        images.write()
+        encode(caption_recipe(), images.root, store, drop_gone=True)
+    assert len(LatentStore(store)) == 2
+    assert_those_of_stored_records(store)
+
+
+def test_a_damaged_row_that_no_record_uses_any_more_does_not_count(tmp_path: Path) -> None:
+    with small_shards():
+        images, store = make_plain(tmp_path)
+        first = LatentStore(store)
+        record = first.record("images/0.png")
+        array = first.latents(record.bucket or "")
+        path, start, _ = array.place(record.row)
+        content = bytearray((store / path).read_bytes())
+        content[start : start + 2] = np.float16(6e4).tobytes()
+        (store / path).write_bytes(content)
+        images.put(0, seed=77)
+        images.write()
+        encode(caption_recipe(), images.root, store)
+    assert_close(statistics_in(store, 2), statistics_of_stored_rows(LatentStore(store)))
+
+
+def test_the_rows_of_records_that_a_caption_rejects_do_not_count(tmp_path: Path) -> None:
+    broken = break_word(tmp_path / "t5", "triangle")
+    with small_shards():
+        images = ImageSource(tmp_path / "source", 6)
+        images.describe(1, words=" and a triangle")
+        images.write()
+        encode(caption_recipe(broken, "source.max_reject_share=1"), images.root, tmp_path / "store")
+    store = LatentStore(tmp_path / "store")
+    assert (store.record("images/1.png").reason, len(store)) == ("nonfinite_caption", 5)
+    assert_those_of_stored_records(store.path)
+
+
+def test_the_rows_of_records_that_an_addition_rejects_do_not_count(tmp_path: Path) -> None:
+    allowed = "source.max_reject_share=1"
+    with small_shards():
+        folder = make_companion_folder(tmp_path / "source", count=5)
+        encode(caption_recipe(allowed), folder, tmp_path / "store")
+        (folder / "masks/4.png").write_bytes(b"no image")
+        encode(caption_recipe(allowed, *COMPANIONS), folder, tmp_path / "store")
+    store = LatentStore(tmp_path / "store")
+    assert (store.revision, len(store)) == (2, 4)
+    assert_those_of_stored_records(store.path)
 
 
 # --- As the model sees them -------------------------------------------------------------------------------------------

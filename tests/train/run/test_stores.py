@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from making import CPU, TRAIN_RECIPE
+from making import CPU, TRAIN_RECIPE, caption_recipe, encode
 from noise_store import make_store
 from runs import bits
+from stores import ImageSource
 
 from leandit.datasets.errors import RecipeError, RunError
 from leandit.datasets.format.schema import UNKNOWN, FeatureEncoder, FeatureSpec, StoreSpec
@@ -232,6 +233,20 @@ def test_stores_that_do_not_go_together_are_refused(here: Path) -> None:
     assert not Path("run/run.json").exists()
 
 
+@pytest.mark.parametrize("order", [(1, 2), (2, 1), (1, 2, 1)])
+def test_each_revision_of_a_store_must_fit_the_model(order: tuple[int, ...], quick: None, here: Path) -> None:
+    images = ImageSource(Path("source"), 2, sizes=[(64, 64)] * 5 + [(60, 100)])
+    encode(caption_recipe("source.max_reject_share=1"), images.root, Path("grown"))
+    images.put(5)  # its bucket, 48x80, is not divisible by the 32 px of a token
+    images.write()
+    encode(caption_recipe("source.max_reject_share=1"), images.root, Path("grown"))
+    parts = "".join(f"[[data.mixture]]\nstore = 'grown'\nrevision = {revision}\n" for revision in order)
+    with pytest.raises(RunError, match=r"store 'grown' \(revision 2\): bucket '48x80' is not divisible") as refused:
+        run_to(recipe_of(parts, "conditioning.kind=caption"))
+    assert "(revision 1)" not in str(refused.value)
+    run_to(recipe_of(parts.replace("revision = 2", "revision = 1"), "conditioning.kind=caption", "run.steps=1"))
+
+
 ONES, SIZES = {"weights_sha256": "1" * 64}, {"width": 8, "patch_px": 14, "resolution_px": 28, "images_px": 32}
 DIFFERENCES = (
     ("classes", ["0000", "a dog", "0002"], "class 1 0001 and a dog"),
@@ -247,26 +262,26 @@ DIFFERENCES = (
 def test_stores_of_other_encoders_or_classes_are_refused_where_they_are_read(here: Path) -> None:
     make_store(Path("captioned"), {"32x32": 8}, num_classes=3, token_counts=[3, 8], text_width=16)
     spec = LatentStore("captioned").spec
-    check_alike([("a", spec), ("b", spec)], captions=True, classes=True)
+    check_alike([("'a'", spec), ("'b'", spec)], captions=True, classes=True)
 
     def changed(name: str, value: Any) -> StoreSpec:
         old = getattr(spec, name)
         return spec.model_copy(update={name: old.model_copy(update=value) if isinstance(value, dict) else value})
 
     for name, value, message in DIFFERENCES:
-        stores = [("a", spec), ("b", changed(name, value))]
+        stores = [("'a'", spec), ("'b'", changed(name, value))]
         with pytest.raises(RecipeError, match=f"stores 'a' and 'b' cannot be mixed: {message}"):
             check_alike(stores, captions=True, classes=True)
         if name != "vae":  # a model reads captions or labels
             check_alike(stores, captions=name == "classes", classes=name != "classes")
-    imported = [("b", changed("vae", {"weights_sha256": UNKNOWN})), ("a", spec)]  # nothing is known of its encoder
+    imported = [("'b'", changed("vae", {"weights_sha256": UNKNOWN})), ("'a'", spec)]  # nothing is known of its encoder
     check_alike(imported, captions=False)
     with pytest.raises(RecipeError, match="stores 'a' and 'c' cannot be mixed: VAE weights"):
-        check_alike([*imported, ("c", changed("vae", ONES))], captions=False)
+        check_alike([*imported, ("'c'", changed("vae", ONES))], captions=False)
     dino = FeatureSpec(output="patches", layer=8, dtype="int8", **SIZES)
     features = [dino.model_copy(update=change) for change in ({}, {"dtype": "float16"}, {"layer": -1})]
     encoders = [FeatureEncoder(name="dino", spec=feature, encoder=spec.vae) for feature in features]
-    stores = [(name, changed("features", [one])) for name, one in zip("abc", encoders, strict=True)]
+    stores = [(f"'{name}'", changed("features", [one])) for name, one in zip("abc", encoders, strict=True)]
     check_alike(stores[:2], captions=False, features=["dino"])
     check_alike(stores, captions=False)
     with pytest.raises(RecipeError, match="stores 'a' and 'c' cannot be mixed: layer of feature 'dino' 8 and -1"):
