@@ -77,8 +77,6 @@ def database(where: str, *paths: str, memory_mib: int = MEMORY_MIB) -> Iterator[
                 f"{where}: listing it needs more memory or disk ({text[:300]}). Free some space in "
                 f"'{tempfile.gettempdir()}', or set TMPDIR to another folder."
             ) from error
-        if "state machine" in text:  # in a text table
-            text = "mixed line ends (\\n, \\r\\n or a lone \\r in an unquoted cell): convert them as with 'dos2unix'"
         raise SourceError(f"{where}: it cannot be read as a table ({text[:300]}). Restore or convert it.") from error
     finally:
         limit.cancel()

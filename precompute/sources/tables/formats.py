@@ -6,32 +6,32 @@ import csv
 import io
 import os
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import duckdb
+import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ....datasets.disk.spill import BATCH_ROWS
 from ....datasets.errors import SourceError
 from ...config import SourceSection
 from ..files.files import SourceFiles
 from ..files.folders import Scan
-from ..files.record import MAX_KEY_CHARS, SourceRecord, is_image, usable_key
+from ..files.record import SourceRecord, is_image, usable_key
 from ..listing.duck import MEMORY_MIB, identifier, literal
 from .columns import Roles, choose_columns
 from .rows import POSITION, row_columns, text_cell, typed_cell
+from .text_rows import MAX_ROW_BYTES, NOT_UTF8, TextRow, choose_quoting, split_rows
 
 SNIFFED_BYTES = 1 << 18  # of a text table, to find the delimiter
 MAX_COLUMNS = 4096
-MAX_ROW_BYTES = 1 << 24
 MAX_BROKEN_ROWS = 10_000  # with more, the delimiter is probably wrong
+MAX_BATCH_CHARS = 1 << 26  # of cells that are loaded at once
 DELIMITERS = (",", "\t", ";", "|")
 MAX_COCO_BYTES = 1 << 30
 COCO_MEMORY = 12  # times the size of the file, which is parsed as one object
-BROKEN = {
-    "UNQUOTED VALUE": "a double quote is not closed, or text follows it",
-    "INVALID ENCODING": "not UTF-8",
-    "LINE SIZE OVER MAXIMUM": f"longer than {MAX_ROW_BYTES >> 20} MiB",
-}
 
 
 def load_table(
@@ -46,8 +46,8 @@ def load_table(
     Raises: SourceError: it is no such table.
     """
     if is_text_table(table):
-        cells, roles = _text_cells(files, table, path, scan)
-    elif table.endswith(".parquet"):
+        return _load_text(connection, files, table, path, scan)
+    if table.endswith(".parquet"):
         cells, roles = _parquet_cells(connection, files, table, path, scan)
     elif _is_coco(files, table):
         cells, roles = _coco_cells(connection, files, table, path, scan)
@@ -56,7 +56,7 @@ def load_table(
     has_class_names = not table.endswith((".json", ".jsonl"))
     columns = row_columns(roles, has_class_names=has_class_names)
     connection.execute(f"CREATE TEMP TABLE loaded AS SELECT {columns} FROM ({cells})")
-    return _broken_rows(connection, files, table, scan) if is_text_table(table) else []
+    return []
 
 
 def memory_mib(files: SourceFiles, table: str, path: str) -> int:
@@ -185,45 +185,48 @@ def _coco_cells(
 
 @dataclass(frozen=True)
 class TextLayout:
-    """The layout of a text table: delimiter, whether cells may be in double quotes, columns, and its first letters."""
+    """The layout of a text table.
+
+    Args:
+      delimiter: between cells.
+      columns: their names.
+      beginning: the first bytes of the file.
+      newline: the end of a line.
+    """
 
     delimiter: str
-    has_quotes: bool
     columns: list[str]
-    beginning: str
+    beginning: bytes
+    newline: bytes
 
-    def rows(self) -> list[list[str]]:
-        """The first rows, with that of the names of the columns."""
-        quoting = csv.QUOTE_MINIMAL if self.has_quotes else csv.QUOTE_NONE
-        return list(csv.reader(io.StringIO(self.beginning), delimiter=self.delimiter, quoting=quoting))
+    def first_rows(self) -> list[list[str]]:
+        """Cells of the first rows, without the names of the columns."""
+        file = io.BytesIO(self.beginning)
+        rows = split_rows(file, self.delimiter, "doubled", len(self.columns), self.newline)
+        return [row.cells for row in islice(rows, 1, None) if row.cells]
 
 
 def read_layout(files: SourceFiles, table: str) -> TextLayout:
-    """Find the delimiter of a text table: the one that makes most columns of its first line.
+    """Find the delimiter of a text table: the one that makes most columns of its first line, a tab in a .tsv.
 
     Raises: SourceError: it is not UTF-8 text, or empty.
     """
     where = f"source '{files.shown(table)}'"
     with files.open(table) as file:
         data = file.read(SNIFFED_BYTES)
-    if b"\0" in data:
-        raise SourceError(f"{where}: not UTF-8 text: it contains NUL bytes. Save it as UTF-8.")
+    newline = b"\r" if b"\r" in data and b"\n" not in data else b"\n"
     text = data.decode("utf-8-sig", "replace").lstrip("\r\n")
     if not text.strip():
         raise SourceError(f"{where}: it is empty.")
     line = text.splitlines()[0]
+    if "\0" in line:
+        raise SourceError(f"{where}: not UTF-8 text: it contains NUL bytes. Save it as UTF-8.")
     headers = {mark: [cell.strip() for cell in next(csv.reader([line], delimiter=mark))] for mark in DELIMITERS}
-    delimiter = max(DELIMITERS, key=lambda mark: len(headers[mark]))
+    is_tsv = table.lower().endswith(".tsv") and "\t" in line
+    delimiter = "\t" if is_tsv else max(DELIMITERS, key=lambda mark: len(headers[mark]))
     if len(headers[delimiter]) > MAX_COLUMNS:
         raise SourceError(f"{where}: {len(headers[delimiter])} columns, at most {MAX_COLUMNS} are read.")
-    has_quotes = delimiter in ",;" or _is_quoted(text, delimiter)
-    return TextLayout(delimiter, has_quotes, headers[delimiter], text)
-
-
-def _is_quoted(text: str, delimiter: str) -> bool:
-    """Whether all cells that start with a quote are quoted; otherwise quotes are ordinary characters."""
-    cells = [cell for line in text.splitlines()[:-1] or [text] for cell in line.split(delimiter) if cell[:1] == '"']
-    return bool(cells) and all(re.fullmatch(r'"(?:[^"]|"")*"\s*', cell) for cell in cells)
+    return TextLayout(delimiter, headers[delimiter], data, newline)
 
 
 def image_in_header(layout: TextLayout) -> str:
@@ -247,45 +250,87 @@ def described_images(layout: TextLayout, table: str, settings: SourceSection) ->
     """
     roles, _ = choose_columns(layout.columns, settings, table, ())
     place = layout.columns.index(roles.images[0]) if roles.captions or roles.labels else MAX_COLUMNS
-    return [row[place].strip() for row in layout.rows()[1:] if len(row) > place]
+    return [row[place].strip() for row in layout.first_rows() if len(row) > place]
 
 
-def _text_cells(files: SourceFiles, table: str, path: str, scan: Scan) -> tuple[str, Roles]:
+def _load_text(
+    connection: duckdb.DuckDBPyConnection, files: SourceFiles, table: str, path: str, scan: Scan
+) -> list[SourceRecord]:
+    """Load a text table as ``loaded``. Returns: rejects of rows that cannot be read."""
     layout = read_layout(files, table)
     if image := image_in_header(layout):
         raise missing_header(files, table, image)
     roles = _choose(layout.columns, files, table, scan)
-    quote = '"' if layout.has_quotes else ""
-    kinds = ", ".join(f"c{number}: 'VARCHAR'" for number in range(len(layout.columns)))  # names may be empty, or repeat
-    cells = [f"{text_cell(f'c{layout.columns.index(name)}')} AS {identifier(name)}" for name in roles.names]
-    source = f"""read_csv({literal(path)}, auto_detect = false, header = true, delim = {literal(layout.delimiter)},
-        quote = '{quote}', escape = '{quote}', nullstr = '\x01', store_rejects = true,
-        rejects_limit = {2 * MAX_BROKEN_ROWS}, max_line_size = {MAX_ROW_BYTES}, buffer_size = {2 * MAX_ROW_BYTES},
-        columns = {{{kinds}}})"""
-    return f"SELECT row_number() OVER () - 1 AS {POSITION}, {', '.join(cells)} FROM {source}", roles
+    columns = [layout.columns.index(name) for name in roles.names]  # names of others may be empty, or repeat
+    quoting, note = choose_quoting(
+        path, layout.delimiter, len(layout.columns), layout.columns.index(roles.images[0]), layout.newline
+    )
+    scan.notes += [f"'{table}': {note}"] if note else []
+    broken: list[TextRow] = []
+    with open(path, "rb") as file:
+        rows = split_rows(file, layout.delimiter, quoting, len(layout.columns), layout.newline)
+        batches = _text_batches(islice(rows, 1, None), columns, broken)
+        schema = pa.schema([(f"c{column}", pa.string()) for column in columns] + [("position", pa.int64())])
+        connection.register("cells", pa.RecordBatchReader.from_batches(schema, batches))
+        cells = [f"{text_cell(f'c{layout.columns.index(name)}')} AS {identifier(name)}" for name in roles.names]
+        connection.execute(
+            f"""CREATE TEMP TABLE loaded AS SELECT {row_columns(roles, has_class_names=True)}
+            FROM (SELECT position AS {POSITION}, {", ".join(cells)} FROM cells)"""
+        )
+    _check_broken(broken, files, table, layout, scan)
+    return rejects_of(broken)
 
 
-def _broken_rows(
-    connection: duckdb.DuckDBPyConnection, files: SourceFiles, table: str, scan: Scan
-) -> list[SourceRecord]:
-    """Rejects of lines of a text table that are no rows."""
-    layout = read_layout(files, table)
-    broken = connection.execute(
-        f"""SELECT line, arg_min(error_type, column_idx), left(any_value(csv_line), {MAX_KEY_CHARS}),
-        arg_min(left(error_message, 200), column_idx) FROM reject_errors GROUP BY line ORDER BY line"""
-    ).fetchall()
+def _text_batches(rows: Iterator[TextRow], columns: Sequence[int], broken: list[TextRow]) -> Iterator[pa.RecordBatch]:
+    """Some columns of the rows of a text table, and the position of each row.
+
+    Args:
+      broken: receives the rows that cannot be read, of which no more than MAX_BROKEN_ROWS are looked for.
+    """
+    names = [*(f"c{column}" for column in columns), "position"]
+    texts: list[list[str]] = [[] for _ in columns]
+    positions: list[int] = []
+    num_chars = 0
+    for position, row in enumerate(rows):
+        if row.problem:
+            broken.append(row)
+            if len(broken) >= MAX_BROKEN_ROWS:
+                return
+            continue
+        positions.append(position)
+        for values, column in zip(texts, columns, strict=True):
+            values.append(row.cells[column])
+            num_chars += len(row.cells[column])
+        if len(positions) == BATCH_ROWS or num_chars > MAX_BATCH_CHARS:
+            yield pa.RecordBatch.from_arrays([*(pa.array(values) for values in texts), pa.array(positions)], names)
+            texts = [[] for _ in columns]
+            positions = []
+            num_chars = 0
+    arrays = [pa.array(values, pa.string()) for values in texts]
+    yield pa.RecordBatch.from_arrays([*arrays, pa.array(positions, pa.int64())], names)
+
+
+def rejects_of(broken: Sequence[TextRow]) -> list[SourceRecord]:
+    """Rejects of rows of text that cannot be read."""
+    rejects = []
+    for row in broken:
+        name = re.split("[,;|\t]", row.beginning.strip(), maxsplit=1)[0].strip()
+        key, _ = usable_key(f"{name} (row {row.line})")
+        rejects.append(SourceRecord(key, key, problem=("bad_metadata", f"line {row.line}: {row.problem}")))
+    return rejects
+
+
+def _check_broken(broken: Sequence[TextRow], files: SourceFiles, table: str, layout: TextLayout, scan: Scan) -> None:
+    """Explain the rows of a text table that cannot be read. Raises: SourceError: there are too many."""
     if len(broken) >= MAX_BROKEN_ROWS:
         raise SourceError(
-            f"source '{files.shown(table)}': {len(broken)} rows or more do not fit, the first at line {broken[0][0]} "
-            f"({broken[0][3]}). Expected {len(layout.columns)} cells a row, with {layout.delimiter!r} between them."
+            f"source '{files.shown(table)}': {len(broken)} rows or more do not fit, the first at line {broken[0].line} "
+            f"({broken[0].problem}). Expected {len(layout.columns)} cells a row, with {layout.delimiter!r} between "
+            "them."
         )
-    if encoding := next((line for line, kind, *_ in broken if kind == "INVALID ENCODING"), None):
+    encoding = next((row.line for row in broken if row.problem == NOT_UTF8), None)
+    if encoding:
         scan.notes.append(
             f"'{table}', line {encoding}: expected UTF-8. Convert the table from its own encoding, for example: "
             "iconv -f LATIN1 -t UTF-8 OLD > NEW"
         )
-    rejects = []
-    for line, kind, text, why in broken:
-        key, _ = usable_key(f"{text.strip().partition(layout.delimiter)[0].strip()} (row {line})")
-        rejects.append(SourceRecord(key, key, problem=("bad_metadata", f"line {line}: {BROKEN.get(kind) or why}")))
-    return rejects

@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -34,7 +35,9 @@ from .formats import (
     memory_mib,
     missing_header,
     read_layout,
+    rejects_of,
 )
+from .text_rows import TextRow, without_long_lines
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 
@@ -200,10 +203,11 @@ def table_batches(files: SourceFiles, images: SourceFiles, table: str, scan: Sca
     """
     where = f"source '{files.shown(table)}'"
     with (
-        readable_path(files, table) as path,
+        readable_path(files, table) as whole,
+        _readable_rows(table, whole) as (path, long_lines),
         database(where, path, memory_mib=memory_mib(files, table, path)) as connection,
     ):
-        broken = load_table(connection, files, table, path, scan)
+        broken = load_table(connection, files, table, path, scan) + rejects_of(long_lines)
         columns = {"": "name"} | {name: f"companions[{i}]" for i, name in enumerate(scan.companions, 1)}
         folders: dict[str, str] = {}
         for companion, column in columns.items():
@@ -233,6 +237,16 @@ def table_batches(files: SourceFiles, images: SourceFiles, table: str, scan: Sca
             yield _records(rows, begins, images, folders)
     if broken:
         yield record_batch(broken)
+
+
+@contextmanager
+def _readable_rows(table: str, path: str) -> Iterator[tuple[str, list[TextRow]]]:
+    """The path of a table that DuckDB can read, and lines that it could not."""
+    if not table.endswith(".jsonl"):
+        yield path, []
+        return
+    with without_long_lines(path) as (readable, long_lines):
+        yield readable, long_lines
 
 
 def _classes(connection: Any, scan: Scan, where: str) -> pa.Table:

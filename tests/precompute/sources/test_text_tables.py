@@ -92,9 +92,9 @@ def test_broken_rows_are_rejects_with_their_names(tmp_path: Path) -> None:
         ("c.jpg (row 4)", "bad_metadata"),
     ]
     write_file(tmp_path / "list.csv", 'image,caption\na.jpg,fine\nb.jpg,"not closed\nc.jpg,lost\n')
-    first, second, *_ = list_source(tmp_path).records  # an open quote does not swallow rows in silence
-    assert (first.key, first.problem, second.key) == ("a.jpg", None, "b.jpg (row 3)")
-    assert "quote" in str(second.problem)
+    first, second, last = list_source(tmp_path).records  # an open quote does not swallow the rows after it
+    assert (first.key, second.key, last.key) == ("a.jpg", "c.jpg", "b.jpg (row 3)")
+    assert "quote" in str(last.problem)
     write_file(tmp_path / "list.csv", "image,caption\ngone.jpg,one\n")
     note = list_source(tmp_path / "list.csv").notes[1]
     assert "none of the first 1 that the table names exists, such as 'gone.jpg'" in note
