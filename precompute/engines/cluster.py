@@ -13,15 +13,15 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ...datasets.errors import RecipeError, ResourceError
 from ...datasets.format.layout import LEASES
 from ..planning.images import MAX_THREADS
-from ..sharing.leases import Lease
-from .devices import Ended, LocalProcess, child_environment, supervise
+from ..sharing.leases import alone
+from .devices import NEVER_STARTED, Ended, LocalProcess, StartGate, child_environment, supervise
 
 SEEN_SECONDS = 20.0  # a folder of a network may show a new file late
 CONNECT_SECONDS = 20.0
@@ -55,15 +55,22 @@ def run_on_cluster(
         environment = child_environment(num_threads=num_threads, num_decoders=num_decoders)
         task = ray.remote(_encode).options(max_retries=0, scheduling_strategy="SPREAD", **needs)
         with _probe(store) as probe:
+            gate = StartGate()
 
             def run() -> Ended:
                 try:
-                    return ray.get(task.remote(words_of(device), environment, str(store), probe, os.getcwd()))
+                    arguments = (words_of(device), environment, str(store), probe, os.getcwd())
+                    ended = gate.start(lambda: task.remote(*arguments))  # after a shutdown, Ray would start a cluster
+                    return NEVER_STARTED if ended is None else ray.get(ended)
                 except ray.exceptions.RayError as error:
                     return Ended(None, "", str(error).partition("\n")[0])
 
+            def stop() -> None:
+                gate.close()
+                ray.shutdown()
+
             runs = {f"{device} (task {number})": run for number in range(1, count + 1)}
-            return supervise(runs, ray.shutdown, store=store, say=say, check=check)
+            return supervise(runs, stop, store=store, say=say, check=check)
     finally:
         ray.shutdown()
 
@@ -113,17 +120,9 @@ def _encode(words: list[str], environment: dict[str, str], store: str, probe: st
 @contextmanager
 def _probe(root: Path) -> Iterator[str]:
     """A file in the store's folder, by which tasks check that they see the same folder."""
-    folder, name = root / LEASES, f"probe-{secrets.token_hex(8)}.lock"
-    folder.mkdir(parents=True, exist_ok=True)
-    lease = Lease(folder / name)  # swept if this process dies
-    try:
-        lease.take()
-        yield name
-    finally:
-        lease.release()
-        with suppress(OSError):  # others hold leases there
-            folder.rmdir()
-            root.rmdir()
+    name = f"probe-{secrets.token_hex(8)}"  # swept if this process dies
+    with alone(root, name, waiting=lambda: None):
+        yield f"{name}.lock"
 
 
 def _connect(address: str) -> Any:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from ...datasets.errors import DamageError, LeanditError, RecipeError, ResourceError, SourceError
 from ...datasets.format.layout import COMMITS, REVISIONS
@@ -30,6 +31,27 @@ USER_ERRORS: dict[int, type[LeanditError]] = {
 }
 
 
+Started = TypeVar("Started")
+
+
+class StartGate:
+    """Lets threads start processes until it is closed, so that none starts after all were told to stop."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def start(self, start: Callable[[], Started]) -> Started | None:
+        """What ``start`` returns, or None without a call once the gate is closed."""
+        with self._lock:
+            return None if self._is_closed else start()
+
+    def close(self) -> None:
+        """Let nothing start any more, and wait for what is being started."""
+        with self._lock:
+            self._is_closed = True
+
+
 @dataclass(frozen=True)
 class Ended:
     """How a process ended: its exit code (negative: a signal; None: not known), its stdout, and its last words."""
@@ -37,6 +59,9 @@ class Ended:
     code: int | None
     stdout: str
     last: str
+
+
+NEVER_STARTED = Ended(code=None, stdout="", last="it was not started: the command is stopping")
 
 
 def run_on_devices(
@@ -66,15 +91,24 @@ def run_on_devices(
         )
     share = max(1, min(MAX_THREADS, num_cores() // len(devices)))
     environment = child_environment(num_threads=num_threads, num_decoders=share)
-    processes: dict[str, LocalProcess] = {}
+    gate = StartGate()
+    processes = list[LocalProcess]()
+
+    def start(device: str) -> LocalProcess:
+        process = LocalProcess(words_of(device), environment)
+        processes.append(process)
+        return process
 
     def run(name: str, device: str) -> Ended:
-        process = processes[name] = LocalProcess(words_of(device), environment)
-        return process.wait(lambda line: say(f"{name}: {line}"))
+        process = gate.start(lambda: start(device))
+        return process.wait(lambda line: say(f"{name}: {line}")) if process else NEVER_STARTED
 
     def stop() -> None:
-        for process in processes.values():
-            process.stop()
+        gate.close()
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait_or_kill()
 
     runs = {
         name: (lambda name=name, device=device: run(name, device))
@@ -121,9 +155,12 @@ class LocalProcess:
             file.close()
         return Ended(code, "".join(output), last)
 
-    def stop(self) -> None:
-        """Let it release its leases and end; kill it after END_SECONDS."""
+    def terminate(self) -> None:
+        """Ask it to release its leases and end."""
         self._process.terminate()
+
+    def wait_or_kill(self) -> None:
+        """Wait for its end, and kill it after END_SECONDS."""
         try:
             self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -142,7 +179,7 @@ def supervise(
 
     Args:
       runs: by name, what starts a process and waits for its end, in a thread.
-      stop: ends all processes.
+      stop: ends all processes, also those that are being started, and lets no further one start.
       say: called with a message when a process dies.
       check: called every WAIT_SECONDS; may raise.
     Returns: stdout of each process by its name, in the order in which they ended.
@@ -155,25 +192,33 @@ def supervise(
             while running:
                 finished, _ = wait(running, WAIT_SECONDS, FIRST_COMPLETED)
                 check()
+                died = dict[str, Ended]()
                 for future in finished:
-                    name, ended = running.pop(future), future.result()
-                    if ended.code == 0:
-                        outputs[name] = ended.stdout
-                        continue
+                    name = running.pop(future)
+                    ended = future.result()
                     if ended.code in USER_ERRORS:
                         raise USER_ERRORS[ended.code](ended.last.removeprefix("leandit: "))
+                    if ended.code == 0:
+                        outputs[name] = ended.stdout
+                    else:
+                        died[name] = ended
+                given_up = list[str]()
+                for name, ended in died.items():
                     if (now := _commits(store)) != commits:
                         losses, commits = Counter[str](), now
                     losses[name] += 1
-                    what = f"the process on {name} died: {_how_it_ended(ended)}"
+                    death = f"the process on {name} died: {_how_it_ended(ended)}"
                     if losses[name] < MAX_LOSSES:
-                        say(f"{what}. Restarting it; the others continue")
+                        say(f"{death}. Restarting it; the others continue")
                         running[pool.submit(runs[name])] = name
-                    elif running:
-                        say(f"{what}. Giving up on it; the remaining processes take its shards")
+                    else:
+                        given_up.append(death)
+                for death in given_up:
+                    if running:
+                        say(f"{death}. Giving up on it; the remaining processes take its shards")
                     elif not outputs:
                         raise ResourceError(
-                            f"{what}. None is left. Committed shards are kept; the same command resumes."
+                            f"{death}. None is left. Committed shards are kept; the same command resumes."
                         )
         finally:
             stop()

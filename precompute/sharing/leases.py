@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import re
+import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +29,11 @@ LOG = logging.getLogger(__name__)
 LEASE_SECONDS = 60.0  # without a touch, until others may take it; all processes must agree
 TOUCH_SECONDS = 15.0
 EMPTY_SECONDS = 2.0  # at most, from creating a lease's file to its first bytes
+RETRY_SECONDS = 0.001  # after another process has removed or created the folder of the leases at the same time
 MAY_NOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS)
+CANNOT_WRITE = (*MAY_NOT_WRITE, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)
+MOVED = (errno.ENOENT, errno.EEXIST, errno.ESTALE)
+MOVED_SECONDS = 10.0  # of tries in a row, until such an error counts as one of the file system
 POLL_SECONDS = 0.2  # between two checks of other processes
 # Without a commit, until other processes count as stuck and their shards are encoded here; far more than a shard takes.
 PATIENCE_SECONDS = 7200.0
@@ -42,17 +48,22 @@ class Lease:
         self._lease = SoftFileLease(
             path, lease_duration=LEASE_SECONDS, heartbeat_interval=TOUCH_SECONDS, thread_local=False
         )
-        self._path, self._empty_since = path, float("inf")
+        self._path = path
+        self._empty_file = (0, 0)  # inode and time of the empty file that was seen last
+        self._empty_since = time.monotonic()
 
     def take(self) -> bool:
         """Take it unless another process holds it.
 
-        Raises: OSError: the folder is not writable.
+        Raises: OSError: the folder is not writable, or it does not exist.
         """
         try:
             self._lease.acquire(blocking=False)
         except Timeout:
             self._remove_empty()
+            return False
+        if not self._is_published():
+            self.release()
             return False
         return True
 
@@ -61,13 +72,66 @@ class Lease:
         with contextlib.suppress(OSError):
             self._lease.release()
 
+    def _is_published(self) -> bool:
+        """Whether the file at the path is this owner's: a slow owner's empty file may count as that of a dead one."""
+        try:
+            return (self._lease.token or "no token") in self._path.read_text()
+        except (OSError, UnicodeDecodeError):
+            return False
+
     def _remove_empty(self) -> None:
         """Remove the file of an owner that died before writing its name, which would block forever."""
         with contextlib.suppress(OSError):
-            is_empty, now = not self._path.stat().st_size, time.monotonic()
-            self._empty_since = min(self._empty_since, now) if is_empty else float("inf")
-            if now - self._empty_since > EMPTY_SECONDS:
+            status = self._path.stat()
+            file = (status.st_ino, status.st_ctime_ns)
+            if status.st_size or file != self._empty_file:
+                self._empty_file = file
+                self._empty_since = time.monotonic()
+            elif time.monotonic() - self._empty_since > EMPTY_SECONDS:
                 self._path.unlink()
+
+
+def _is_something_else(folder: Path) -> bool:
+    """Whether a path exists and is no folder, nor a link to one; other processes may create and remove it meanwhile."""
+    try:
+        mode = folder.lstat().st_mode
+    except FileNotFoundError:
+        return False
+    return not stat.S_ISDIR(mode) and not (stat.S_ISLNK(mode) and folder.is_dir())
+
+
+class LeaseFolder:
+    """The folder of a store's leases, which exists only while there are leases.
+
+    Args:
+      root: the store. Its folder is made if it is missing, and removed again if nothing else came into it.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.path = root / LEASES
+        self._root = root
+        self._has_made_root = False
+
+    def make(self) -> None:
+        """Create it where it is missing.
+
+        Raises: OSError: it cannot be created. FileNotFoundError and FileExistsError: another process removed or created
+          it meanwhile, so a second try may succeed.
+        """
+        for folder in (self._root, self.path):
+            if _is_something_else(folder):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+        with contextlib.suppress(FileExistsError):
+            self._root.mkdir(parents=True)
+            self._has_made_root = True
+        self.path.mkdir(exist_ok=True)
+
+    def remove_empty(self) -> None:
+        """Remove it unless it holds leases, and then the store's folder, if this object made it and it is empty."""
+        with contextlib.suppress(OSError):  # others hold leases, or the store exists now
+            self.path.rmdir()
+            if self._has_made_root:
+                self._root.rmdir()
 
 
 class Leases:
@@ -167,27 +231,37 @@ def part_of(text: str) -> slice:
 def alone(root: Path, name: str, waiting: Callable[[], None]) -> Iterator[None]:
     """Hold a named lease while the block runs, so that other processes wait for its result.
 
-    If the folder is not writable, the block runs without a lease.
+    If nothing can be written to the folder, the block runs without a lease.
 
     Args:
       waiting: called repeatedly while another process holds the lease.
+    Raises: OSError: the file system fails.
     """
-    folder = root / LEASES
-    lease, is_taken = Lease(folder / f"{name}.lock"), False
-    with contextlib.suppress(OSError):
-        while not is_taken:
-            folder.mkdir(parents=True, exist_ok=True)
-            is_taken = lease.take()
-            if not is_taken:
-                waiting()
-                time.sleep(POLL_SECONDS)
+    folder = LeaseFolder(root)
+    lease = Lease(folder.path / f"{name}.lock")
     try:
+        while not _take(lease, folder):
+            waiting()
+            time.sleep(POLL_SECONDS)
         yield
     finally:
         lease.release()
-        with contextlib.suppress(OSError):  # others hold leases, or the store exists now
-            folder.rmdir()
-            root.rmdir()
+        folder.remove_empty()
+
+
+def _take(lease: Lease, folder: LeaseFolder) -> bool:
+    """Take a lease unless another process holds it; True also where nothing can be written, so nobody can have it."""
+    end = time.monotonic() + MOVED_SECONDS
+    while True:
+        try:
+            folder.make()
+            return lease.take()
+        except OSError as error:
+            if error.errno in CANNOT_WRITE:
+                return True
+            if error.errno not in MOVED or time.monotonic() > end:
+                raise
+            time.sleep(RETRY_SECONDS)
 
 
 def seal_alone(writer: StoreWriter, encode: Callable[[list[Task]], None], waiting: Callable[[], None]) -> Manifest:

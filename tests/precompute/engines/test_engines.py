@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import subprocess
 import sys
@@ -141,6 +142,60 @@ def test_the_share_of_rejects_holds_for_all_processes_together(tmp_path: Path, f
         path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(SourceError, match=r"^1[1-8] of 36 records are rejected, more than source\.max_reject_share"):
         with_processes(root, tmp_path / "store")
+
+
+SCRIPTED = """
+import sys, time
+device, begun = sys.argv[1], sys.argv[2]
+print("begun", device, file=sys.stderr, flush=True)
+code = {"1": 9, "2": int(sys.argv[3])}.get(begun)
+if code is None:
+    time.sleep(300)
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [(SourceError.exit_code, SourceError), (9, KeyboardInterrupt)],
+    ids=["another process ends by the user's error", "the command is interrupted while both are started again"],
+)
+def test_no_process_that_is_started_again_outlives_the_command(
+    code: int, error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: None
+) -> None:
+    (tmp_path / "scripted.py").write_text(SCRIPTED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    started, begun = list[LocalProcess](), itertools.count(1)
+
+    class Noted(LocalProcess):
+        def __init__(self, *how: object) -> None:
+            super().__init__(*how)
+            started.append(self)
+
+    def words_of(device: str) -> list[str]:
+        number = next(begun)
+        if number > 2:
+            time.sleep(0.2)  # the command stops meanwhile
+        return ["scripted", device, str(number), str(code)]
+
+    def check() -> None:
+        """Wait until both have ended, so that both are handled together; then interrupt."""
+        first = started[:2]
+        if len(started) > 2 or (code == 9 and next(checks) > 0):
+            raise KeyboardInterrupt
+        while len(first) < 2 or any(process._process.poll() is None for process in first):
+            time.sleep(0.01)
+            first = started[:2]
+        time.sleep(0.2)  # their threads have seen it too
+
+    checks = itertools.count()
+    monkeypatch.setattr(devices, "LocalProcess", Noted)
+    monkeypatch.setattr(devices, "WAIT_SECONDS", 0.01)
+    store, threads = tmp_path / "store", torch.get_num_threads()
+    with pytest.raises(error):
+        run_on_devices(words_of, ["cpu"] * 2, store=store, num_threads=threads, say=lambda line: None, check=check)
+    assert len(started) >= 2
+    assert all(process._process.poll() is not None for process in started)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import shutil
@@ -27,7 +28,7 @@ from making import (
     write_metadata,
 )
 
-from leandit.datasets.errors import FingerprintMismatch, ResourceError
+from leandit.datasets.errors import FingerprintMismatch, ResourceError, SourceError
 from leandit.datasets.format.layout import LEASES
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.revisions.writer import StoreWriter
@@ -38,7 +39,7 @@ from leandit.precompute.run import tasks as run_tasks
 from leandit.precompute.run.shards import Shard
 from leandit.precompute.run.tasks import commit_shard
 from leandit.precompute.sharing import leases
-from leandit.precompute.sharing.leases import ALL_SHARDS, Lease, Leases, part_of
+from leandit.precompute.sharing.leases import ALL_SHARDS, Lease, Leases, alone, part_of
 
 
 @pytest.fixture(autouse=True)
@@ -216,3 +217,114 @@ def test_who_stood_still_does_not_touch_what_others_have_committed(source: Path,
     with Leases(writer) as held:
         commit_shard(writer, held, empty)
     assert tree_digest(tmp_path / "store") == before
+
+
+# --- Alone ------------------------------------------------------------------------------------------------------------
+
+
+def enter_alone(root: Path, inside: Path, times: int) -> None:
+    """Enter ``alone`` again and again; the process ends with 1 if another one is inside at the same time."""
+    for _ in range(times):
+        with alone(root, "plan", lambda: None):
+            os.close(os.open(inside, os.O_CREAT | os.O_EXCL))
+            time.sleep(0.0005)
+            inside.unlink()
+
+
+@pytest.mark.parametrize("is_made", [True, False], ids=["in the user's folder", "where no folder is"])
+@pytest.mark.parametrize(
+    ("num_processes", "times"), [(3, 100), pytest.param(8, 1000, marks=pytest.mark.slow, id="long")]
+)
+def test_of_many_processes_one_at_a_time_is_alone(
+    num_processes: int, times: int, *, is_made: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "POLL_SECONDS", 0.0005)
+    root, inside = tmp_path / "store", tmp_path / "inside"
+    if is_made:
+        root.mkdir()
+        root.chmod(0o2770)
+    before = root.stat() if is_made else None
+    children = []
+    for _ in range(num_processes):
+        pid = os.fork()
+        if not pid:
+            code = 1
+            with contextlib.suppress(BaseException):
+                enter_alone(root, inside, times)
+                code = 0
+            os._exit(code)
+        children.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    assert codes == [0] * num_processes
+    if before:
+        after = root.stat()
+        assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
+        assert not list(root.iterdir())
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EEXIST, errno.ESTALE])
+def test_who_finds_the_folder_of_leases_gone_tries_again(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, failures = Path.mkdir, itertools.count()
+
+    def fail_twice(self: Path, *args: Any, **how: Any) -> None:
+        if self.name == LEASES and next(failures) < 2:
+            raise OSError(number, os.strerror(number), str(self))
+        make(self, *args, **how)
+
+    monkeypatch.setattr(Path, "mkdir", fail_twice)
+    with alone(tmp_path / "store", "plan", lambda: None):
+        assert not Lease(tmp_path / "store" / LEASES / "plan.lock").take()
+    assert not (tmp_path / "store").exists()
+
+
+def test_what_the_user_put_at_the_place_of_a_store_stays_and_an_error_of_the_disk_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, link, root = tmp_path / "file", tmp_path / "link", tmp_path / "store"
+    file.touch()
+    link.symlink_to(tmp_path / "nowhere")
+    root.mkdir()
+    (root / LEASES).touch()
+    for path in (file, link, root):
+        with alone(path, "plan", lambda: None):
+            pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "store"]
+    assert (root / LEASES).is_file()
+
+    def refuse(self: Path, *args: Any, **how: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)), alone(tmp_path / "new", "plan", lambda: None):
+        pass
+
+
+def test_a_slow_owner_whose_empty_lease_was_taken_for_one_of_the_dead_does_not_hold_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    slow = Lease(path)
+    acquire = slow._lease.acquire
+
+    def acquire_slowly(**how: Any) -> None:
+        acquire(**how)
+        path.unlink()  # as another process does, which has seen it empty for too long
+
+    slow._lease.acquire = acquire_slowly  # type: ignore[method-assign]
+    assert not slow.take()
+    assert Lease(path).take()
+
+
+def test_a_command_leaves_the_users_empty_folder_as_it_was_when_it_is_refused(tmp_path: Path) -> None:
+    root, none = tmp_path / "store", tmp_path / "none"
+    root.mkdir()
+    root.chmod(0o2770)
+    none.mkdir()
+    before = root.stat()
+    with pytest.raises(SourceError):
+        run(none, root)
+    after = root.stat()
+    assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
+    with pytest.raises(SourceError):
+        run(none, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
