@@ -13,7 +13,7 @@ import pyarrow.compute
 import pyarrow.parquet as pq
 
 from ..disk.faults import fault_of, is_fault
-from ..disk.spill import BATCH_ROWS, map_table, map_written, one_chunk
+from ..disk.spill import BATCH_ROWS, MAX_BATCH_BYTES, map_table, map_written, one_chunk
 from ..errors import DamageError, RecipeError
 from .buckets import bucket_size
 from .layout import CAPTIONS, RECORDS, SOURCES
@@ -30,10 +30,12 @@ SCHEMAS = {
 }
 NEVER_NULL = ("key", "revision", "row", "label", "status", "text", "num_tokens", "truncated")
 MAX_LABEL = (1 << 31) - 1
-# Limits per byte of a file, far beyond any of ours: a stored record has 16 bytes of incompressible checksums.
-MAX_ROWS_PER_BYTE, MAX_VALUES_PER_BYTE, MAX_TEXT_PER_BYTE = 4, 16, 256
+MAX_NAMES_BYTES = 256 << 20  # of a text column of BATCH_ROWS rows, other than the captions: 16 KiB a row
+MAX_LIST = 256  # values: the captions of one record
+MAX_TEXT_PER_BYTE = (
+    256  # bytes of a column of a row group, for each byte of the file, where they exceed MAX_BATCH_BYTES
+)
 ROW_GROUP = 1 << 16  # rows: what reading one record or caption takes into memory
-SMALL_TABLE = 1 << 16  # bytes that every table is allowed
 
 
 def parquet_file(table: pa.Table) -> memoryview:
@@ -63,43 +65,66 @@ def row_groups(num_rows: int) -> range:
     return range(0, max(1, num_rows), ROW_GROUP)
 
 
-def check_table(path: Path, *, texts: bool) -> None:
+def check_table(path: Path, *, num_rows: int | None, texts: bool) -> None:
     """Refuse a table that would fill the memory: repeated values compress to nothing.
 
+    The limits follow from what the store says of itself and from what a precompute writes: as many rows as the manifest
+    counts, in row groups of ROW_GROUP; at most MAX_LIST values in a list; captions of which BATCH_ROWS rows fit into
+    MAX_BATCH_BYTES, as the plan demands, and names in MAX_NAMES_BYTES. How well a table compresses is no sign of
+    damage: a million images of one file share one path.
+
     Args:
-      texts: they will be read as they are, not as dictionaries.
-    Raises: DamageError: not Parquet, wrong columns, or more values than the file can hold.
+      num_rows: rows of the table by the manifest; None for the table of a plan, which nothing else counts.
+      texts: the caller will read texts as plain strings, not as dictionaries.
+    Raises: DamageError: not Parquet, wrong columns, another number of rows, or more values than a store may hold.
     """
     with _opened(path) as file:
-        file_bytes, wanted = file.size(), SCHEMAS[path.name]
-        room = file_bytes + SMALL_TABLE
         parquet = pq.ParquetFile(file)
-        columns = [(field.name, field.type) for field in parquet.schema_arrow]
-        if columns[: len(wanted)] != [(field.name, field.type) for field in wanted]:
-            raise ValueError("its columns do not match its file name")
+        _check_columns(path, parquet.schema_arrow)
         metadata = parquet.metadata
-        if metadata.num_rows > MAX_ROWS_PER_BYTE * room:
-            raise ValueError(f"it claims {metadata.num_rows} rows in {file_bytes} bytes")
+        if num_rows is not None and metadata.num_rows != num_rows:
+            raise ValueError(f"it claims {metadata.num_rows} rows, the manifest counts {num_rows}")
         # Reads every value, a few at a time, and keeps none. Without it, asking a damaged footer what a column claims
-        # ends the process: that pyarrow does not turn into an exception (26.0).
+        # ends the process: pyarrow does not turn that into an exception (26.0).
         if parquet.scan_contents() != metadata.num_rows:
             raise ValueError(f"row count differs from the footer ({metadata.num_rows})")
-        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-        for column in range(metadata.num_columns):
-            parts = [group.column(column) for group in groups]
-            values, size = sum(p.num_values for p in parts), sum(p.total_uncompressed_size for p in parts)
-            if values > MAX_VALUES_PER_BYTE * room or size > MAX_TEXT_PER_BYTE * room:
-                raise ValueError(f"column {column} claims {values} values of {size} bytes in {file_bytes} bytes")
-        names = _texts(parquet) if texts else []  # a long text that stands there once can be named in every row
-        parquet = pq.ParquetFile(file, read_dictionary=names)
-        for name in names:
-            size = 0
-            for batch in parquet.iter_batches(BATCH_ROWS, columns=[name], use_threads=False):
-                column = batch.column(0)
-                lengths = pc.binary_length(column.dictionary).take(column.indices)
-                size += pc.sum(pc.cast(lengths, pa.int64())).as_py() or 0
-            if size > MAX_TEXT_PER_BYTE * room:
-                raise ValueError(f"column '{name}' would be {size} bytes, from a file of {file_bytes}")
+        for number in range(metadata.num_row_groups):
+            _check_row_group(metadata.row_group(number), number, file.size())
+        if texts:
+            _check_texts(file, _texts(parquet))
+
+
+def _check_columns(path: Path, schema: pa.Schema) -> None:
+    expected = SCHEMAS[path.name]
+    columns = [(field.name, field.type) for field in schema]
+    if columns[: len(expected)] != [(field.name, field.type) for field in expected]:
+        raise ValueError("its columns do not match its file name")
+
+
+def _check_row_group(group: pq.RowGroupMetaData, number: int, file_bytes: int) -> None:
+    """Refuse a row group with more rows, values or bytes than a precompute writes."""
+    if group.num_rows > ROW_GROUP:
+        raise ValueError(f"row group {number} has {group.num_rows} rows, expected at most {ROW_GROUP}")
+    max_bytes = max(MAX_BATCH_BYTES, MAX_TEXT_PER_BYTE * file_bytes)
+    for index in range(group.num_columns):
+        column = group.column(index)
+        if column.num_values > MAX_LIST * group.num_rows:
+            raise ValueError(f"column {index} claims {column.num_values} values in {group.num_rows} rows")
+        if column.total_uncompressed_size > max_bytes:
+            raise ValueError(f"column {index} claims {column.total_uncompressed_size} bytes in {file_bytes} bytes")
+
+
+def _check_texts(file: pa.NativeFile, names: list[str]) -> None:
+    """Refuse a text that is stored once, is long, and is named in many rows: as plain strings it would be copied."""
+    parquet = pq.ParquetFile(file, read_dictionary=names)
+    for name in names:
+        max_bytes = MAX_BATCH_BYTES if name == "text" else MAX_NAMES_BYTES
+        for batch in parquet.iter_batches(BATCH_ROWS, columns=[name], use_threads=False):
+            column = batch.column(0)
+            lengths = pc.binary_length(column.dictionary).take(column.indices)
+            num_bytes = pc.sum(pc.cast(lengths, pa.int64())).as_py() or 0
+            if num_bytes > max_bytes:
+                raise ValueError(f"{batch.num_rows} rows of column '{name}' would be {num_bytes} bytes")
 
 
 def read_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
@@ -143,12 +168,14 @@ def read_row_group(path: Path, position: int) -> tuple[int, pa.Table]:
         raise ValueError(f"it has no row {position}")
 
 
-def map_parquet(path: Path) -> pa.Table:
+def map_parquet(path: Path, num_rows: int | None = None) -> pa.Table:
     """Read a Parquet table of ours, whose hash was checked before, into a mapped temporary file.
 
+    Args:
+      num_rows: as for ``check_table``.
     Raises: as ``read_batches``; ResourceError: the folder for temporary files is full.
     """
-    check_table(path, texts=True)
+    check_table(path, num_rows=num_rows, texts=True)
     with _opened(path) as file:
         schema = pq.ParquetFile(file).schema_arrow
     return map_table(schema, read_batches(path), f"table '{path}'")

@@ -33,7 +33,7 @@ from ..format.layout import (
 )
 from ..format.row_layout import NULL_POOLED, array_groups, bucket_part, buckets_of
 from ..format.schema import FORMAT_VERSION, FileEntry, HashedFile, Manifest
-from ..format.table_schemas import index_names
+from ..format.table_schemas import index_names, suffixes
 
 File = TypeVar("File", bound=HashedFile)
 BUCKET = re.compile("[1-9][0-9]{0,5}x[1-9][0-9]{0,5}")
@@ -186,4 +186,23 @@ def arrays_problem(manifest: Manifest) -> str:
     expected |= {index_path(manifest.revision, name) for name in index_names(spec)}
     if expected != files:
         return f"its files do not match its arrays, tables and index: '{min(expected ^ files)}'"
-    return "a file that it names twice" if len(files) != len(manifest.files) else ""
+    if len(files) != len(manifest.files):
+        return "a file that it names twice"
+    return _counts_problem(manifest)
+
+
+def _counts_problem(manifest: Manifest) -> str:
+    """Describe a count that the index does not have numbers for; "" if there is none.
+
+    The index is not compressed, so its size on disk limits what a manifest can claim, and with it what a reader takes
+    into memory.
+    """
+    sizes = {entry.path: entry.bytes for entry in manifest.files}
+    counts = {"keys": manifest.num_planned}
+    for suffix in suffixes(manifest.spec).values():
+        counts[f"caption_checksum{suffix}"] = manifest.num_captions
+    for name, count in counts.items():
+        num_bytes = sizes[index_path(manifest.revision, name)]
+        if num_bytes != 8 * count:
+            return f"it counts {count} rows, but '{name}' of its index has {num_bytes} bytes, expected {8 * count}"
+    return ""

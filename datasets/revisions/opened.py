@@ -15,7 +15,7 @@ import pyarrow as pa
 from ..disk.cached import cached_property
 from ..disk.hashing import xxh3_file
 from ..errors import DamageError, StoreError, StoreIncomplete, StoreWarning
-from ..format.layout import RECORDS, REMOTE_ABOUT, index_path, revision_prefix
+from ..format.layout import CAPTIONS, RECORDS, REMOTE_ABOUT, index_path, revision_prefix
 from ..format.schema import FileEntry, Manifest
 from ..format.table_schemas import captions_schema, records_schema
 from ..format.tables import check_table, read_batches, read_row_group, table_problem
@@ -168,7 +168,7 @@ class OpenedRevision:
             state = status.st_ino, status.st_size, status.st_mtime_ns
             if state not in (self._intact.get((name, texts)), self._intact.get((name, True))):
                 self._check_hash(entry)
-                check_table(file, texts=texts)
+                check_table(file, num_rows=self.num_captions if name == CAPTIONS else self.num_records, texts=texts)
                 self._intact[name, texts] = state
         except FileNotFoundError as error:  # it was there when the store was opened
             raise DamageError(f"store '{self.path}': file '{path}' is missing. {REPAIR}") from error

@@ -237,11 +237,15 @@ def _read_plan(root: Path, revision: int, is_sealed: bool) -> FrozenPlan:
         files = {entry.path: entry for entry in (*content.files, local.sources)}
         names, folder = (RECORDS, CAPTIONS, SOURCES), prefix
         entries = [files[prefix + name] for name in names]
+        num_planned: int | None = content.num_planned
+        num_captions: int | None = content.num_captions
     else:
         remedy = f"Revision {revision} is not finished: remove '{prefix}' and run the same precompute command again."
         content = _read_plan_file(root, revision, remedy)
         spec, listing, recorded_hash = content.spec, content.listing, content.plan
         names, folder, entries = (RECORDS, CAPTIONS), f"{prefix}{PLAN}/", content.files
+        num_planned = None
+        num_captions = None
     for name, entry in zip(names, entries, strict=True):
         path = root / (folder + name)
         if not path.is_file() or xxh3_file(path) != entry.xxh3_128:
@@ -252,14 +256,12 @@ def _read_plan(root: Path, revision: int, is_sealed: bool) -> FrozenPlan:
             f"store '{root}': revision {revision} builds on root hash {content.base}, revision {revision - 1} has "
             f"{before.root_hash}. Run 'leandit verify {root} --repair'."
         )
-    records, captions, *sources = (map_parquet(root / (folder + name)) for name in names)
-    for table in sources:
-        if records.num_rows != table.num_rows:
-            raise DamageError(
-                f"store '{root}': {records.num_rows} records, '{prefix}{SOURCES}' has {table.num_rows} rows. {remedy}"
-            )
+    records = map_parquet(root / (folder + RECORDS), num_planned)
+    captions = map_parquet(root / (folder + CAPTIONS), num_captions)
+    if is_sealed:
+        places = map_parquet(root / (folder + SOURCES), num_planned)
         schema = plan_schema(spec)
-        columns = {name: (table if name in table.column_names else records)[name] for name in schema.names}
+        columns = {name: (places if name in places.column_names else records)[name] for name in schema.names}
         records = pa.table(columns, schema=schema)
     plan = FrozenPlan(
         spec=spec,
