@@ -35,15 +35,18 @@ class SourceSection(Section):
     image: str = ""
     """Column of image paths (in Parquet and Arrow: of image bytes); empty: guessed from the usual names."""
     caption: str = ""
-    """Column of the captions, text or a list of texts; empty: guessed from the usual names."""
+    """Column, or field of .json in tars and beside images, of captions, text or a list; empty: the usual names."""
     label: str = ""
-    """Column of the labels; empty: guessed from the usual names."""
+    """Column, or field of .json in tars and beside images, of the labels; empty: guessed from the usual names."""
+    text_file: Literal["auto", "lines", "whole"] = "auto"
+    """A text of several lines beside an image: "lines": a caption each. "whole": one caption. "auto": one if it is JSON
+    or has an empty line between texts."""
     root: str = ""
     """Folder of the images that a table names, absolute or relative to the table; empty: searched near the table."""
     split: str = ""
     """The split to store (train, validation, test), if there are several; "all": all of them."""
     labels: Literal["auto", "wnid", "none"] = "auto"
-    """"wnid": from file names, as in n01440764_18.JPEG. "none": none, not even from class folders or columns."""
+    """"wnid": from file names, as in n01440764_18.JPEG. "none": none; no column or field of labels is read."""
     class_names: str = ""
     """Display names of the classes: "imagenet", or a text file; empty: the names of the source."""
     sizes: Literal["header", "manifest"] = "header"
@@ -279,6 +282,11 @@ class PrecomputeRecipe(Section):
     def companion_columns(self) -> dict[str, str]:
         """Column of each companion image, by name."""
         return {name: section.column or name for name, section in self.companions.items()}
+
+    @property
+    def needs_labels(self) -> bool:
+        """A record with an unusable label is rejected, also if its column is guessed: the store has nothing else."""
+        return not self.text
 
     @property
     def needs_captions(self) -> bool:

@@ -251,6 +251,7 @@ class Stage1:
         """List the source, unless the caller has, and print notes on it."""
         source = self.listed = self.runner.source = self.listed or list_sources(
             *(self.source_path, self.recipe.source, self.recipe.companion_columns),
+            needs_labels=self.recipe.needs_labels,
             progress=lambda done: self.progress("list", done, 0),
         )
         for note in source.notes:

@@ -47,7 +47,7 @@ def unchanged(
     if not _has_same_settings(plan.spec, recipe, store) or not _has_same_encoders(plan.spec, recipe, device):
         LOG.info("store '%s': settings or encoders may differ from its own, so the encoders are loaded", store)
         return None, None
-    source = list_sources(source_path, recipe.source, recipe.companion_columns)
+    source = list_sources(source_path, recipe.source, recipe.companion_columns, needs_labels=recipe.needs_labels)
     LatentStore(store)  # checks that no file is missing
     listing = source.listing_hash(null_captions=recipe.null_captions)
     if source.renames(plan.spec.classes) or listing != plan.listing:

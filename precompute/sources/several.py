@@ -79,15 +79,17 @@ def list_sources(
     asked: SourceSection,
     companions: Mapping[str, str] = NO_COMPANIONS,
     *,
+    needs_labels: bool = True,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Source:
     """List one source or several as one; a key that an earlier source has is rejected as ``duplicate_key``.
 
+    Args: as for ``list_source``.
     Raises: RecipeError: a source is given twice. SourceError: also if some have named labels and some numbers.
     """
     paths = paths_of(sources)
     if len(paths) == 1:
-        return list_source(paths[0], asked, companions, progress=progress)
+        return list_source(paths[0], asked, companions, needs_labels=needs_labels, progress=progress)
     names = source_names(paths)
     rows = read_class_names(asked.class_names) if asked.class_names else None  # before the long listing
     listed: list[Source] = []
@@ -95,7 +97,13 @@ def list_sources(
         before = sum(len(source.records) for source in listed)
         settings = asked.model_copy(update={"class_names": ""})  # applied to all together
         listed.append(
-            list_source(path, settings, companions, progress=lambda done, before=before: progress(before + done))
+            list_source(
+                path,
+                settings,
+                companions,
+                needs_labels=needs_labels,
+                progress=lambda done, before=before: progress(before + done),
+            )
         )
     _check_labels(listed)
     classes = list(dict.fromkeys(name for source in listed for name in source.classes or ())) or None

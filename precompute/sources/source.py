@@ -28,12 +28,15 @@ from ..images.faults import fault_error
 from .files.files import LocalFiles, SourceFiles, open_files, open_source_files
 from .files.folders import Scan, image_folder, sidecar_folder
 from .files.ignored import Ignored
+from .files.labels import AMONG_NUMBERS, FIRST_NAME
 from .files.record import IMAGE_EXTENSIONS, SourceRecord
 from .files.splits import check_has_splits
+from .keys import COCO, check_keys
 from .kinds import TABLES, check_file, detect_kind
 from .listing.classes import names_of_classes, read_class_names
-from .listing.listing import Listing, record_batches, spool
+from .listing.listing import Listing, record_batches, rejected, spool, with_labels
 from .tables.embedded import ARROW, PARQUET, EmbeddedImages, embedded_batches
+from .tables.formats import is_coco
 from .tables.tables import (
     METADATA,
     coco_names,
@@ -53,6 +56,8 @@ SHARDED = (PARQUET, "webdataset", "imagenet")  # kinds of files that hold many i
 EMBEDDED = (PARQUET, ARROW)  # kinds whose images are bytes in the rows of a file
 WITH_COLUMNS = (*TABLES, *EMBEDDED)  # kinds that may have a column for another image
 NO_COMPANIONS: Mapping[str, str] = {}
+WITH_TEXTS = ("sidecars", "webdataset")  # kinds whose captions are in texts of an image
+NO_LABEL = -2  # a name that is no label, until its record is rejected
 NAMED = ("imagefolder", "imagenet")  # kinds whose classes always have names
 RECORDS: dict[str, Callable[[SourceFiles, Scan], Iterator[SourceRecord]]] = {
     "imagefolder": image_folder,
@@ -242,8 +247,7 @@ def _opened(path: Path | str, asked: SourceSection | Kind) -> tuple[OpenedSource
     settings = settings.model_copy(update={"kind": kind})
     if settings.split and files is whole and (files.only or kind not in SHARDED) and not coco_names(files):
         check_has_splits(files.name, settings.split)
-    if settings.root and kind not in TABLES:
-        raise SourceError(f"source '{files.name}': source.root is for a table that names images; this is {kind}.")
+    check_keys(files.name, COCO if table and kind in TABLES and is_coco(files, table) else kind, settings, notes)
     elsewhere = root_elsewhere(files, settings.root) if settings.root else None
     images = open_source_files(elsewhere, is_folder=True) if elsewhere else files
     return OpenedSource(settings, images), files, table, notes
@@ -254,19 +258,22 @@ def list_source(
     asked: SourceSection | Kind = "auto",
     companions: Mapping[str, str] = NO_COMPANIONS,
     *,
+    needs_labels: bool = True,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Source:
     """List a source.
 
     Args:
       path, asked, companions: as for ``open_source``.
+      needs_labels: a label that is neither a class index nor a name rejects its record; otherwise it does so only if
+        ``source.label`` names its column.
       progress: called with the number of records so far.
     Raises: SourceError: missing, empty, not of this kind, or several splits; RecipeError: no file system for the URL,
       or no file of class names.
     """
     opened, files, table, notes = _opened(path, asked)
     kind, settings = opened.kind, opened.settings
-    scan = Scan(settings, notes=notes, companions=dict(companions))
+    scan = Scan(settings, notes=notes, companions=dict(companions), needs_labels=needs_labels)
     if companions and kind not in WITH_COLUMNS:
         raise SourceError(
             f"source '{files.name}': [companions.{next(iter(companions))}] needs a table with a column for it: JSONL, "
@@ -274,20 +281,24 @@ def list_source(
         )
     if files.only and kind in ("imagefolder", "sidecars", "metadata", "arrow"):
         raise SourceError(f"source '{files.name}': a file; expected a folder for source.kind \"{kind}\".")
-    if settings.labels == "wnid" and kind != "imagefolder":
-        raise SourceError(
-            f"source '{files.name}': source.labels \"wnid\" is for a folder of images; this is {kind}. Leave it "
-            "out, or set source.kind=imagefolder."
-        )
     names = read_class_names(settings.class_names) if settings.class_names else None  # before the long listing
     batches = _batches(files, opened.files, table, scan)
-    records = spool(map(_unlabelled, batches) if settings.labels == "none" else batches, progress)
+    records = spool(batches, progress)
     if not records:
         raise SourceError(
             f"source '{files.name}': no images found as {kind}. Expected: class folders of images, *.tar shards, "
             f"*.parquet, or a {METADATA[0]} with 'file_name'; known extensions are "
             f"{', '.join(sorted(IMAGE_EXTENSIONS))}."
         )
+    if kind in WITH_TEXTS:
+        scan.texts.check_named_fields(files.name)
+    if settings.sizes == "manifest" and not records.has_sizes():
+        raise SourceError(
+            f"source '{files.name}': source.sizes is \"manifest\", but the table has no columns 'height' and 'width' "
+            "with numbers. Leave it out: images are then measured."
+        )
+    records, scan.classes = _with_numbered_names(records, scan)
+    scan.notes += [*scan.texts.notes(), *scan.labels.notes()]
     classes, largest = scan.classes, records.largest_label()
     if classes is None and kind not in NAMED:
         classes = [str(i) for i in range(largest + 1)] or None
@@ -302,9 +313,29 @@ def list_source(
     )
 
 
-def _unlabelled(batch: pa.RecordBatch) -> pa.RecordBatch:
-    column = batch.schema.get_field_index("label")
-    return batch.set_column(column, batch.schema.field(column), pa.array(np.full(len(batch), -1, np.int32)))
+def _with_numbered_names(records: Listing, scan: Scan) -> tuple[Listing, list[str] | None]:
+    """Records whose labels are class indices, where some were names until all names were known; and the classes."""
+    if not scan.labels.names:
+        return records, scan.classes
+    numbers, classes = scan.labels.number(scan.classes)
+    final = np.array([NO_LABEL if number is None else number for number in numbers.values()], np.int32)
+
+    def numbered_batches() -> Iterator[pa.RecordBatch]:
+        for batch in records.batches():
+            labels = batch["label"].to_numpy()
+            is_name = labels >= FIRST_NAME
+            labels = np.where(is_name, final[np.where(is_name, labels - FIRST_NAME, 0)], labels)
+            is_unusable = labels == NO_LABEL
+            if is_unusable.any():
+                name = scan.labels.names[int(batch["label"][int(np.argmax(is_unusable))].as_py()) - FIRST_NAME]
+                problem = f"label {name[:40]!r} is {AMONG_NUMBERS}"
+                if scan.labels.is_required:
+                    batch = rejected(batch, is_unusable, ("bad_metadata", problem))
+                else:
+                    scan.labels.read_unusable(problem, int(is_unusable.sum()))
+            yield with_labels(batch, np.where(is_unusable, -1, labels))
+
+    return spool(numbered_batches(), lambda _: None, check_keys=False), classes
 
 
 def _batches(files: SourceFiles, images: SourceFiles, table: str | None, scan: Scan) -> Iterator[pa.RecordBatch]:

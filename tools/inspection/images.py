@@ -392,7 +392,7 @@ def read_originals(store: LatentStore, source: SourcePaths, keys: Sequence[str])
     """
     images = store.spec.images
     section = SourceSection.model_validate(store.spec.recipe.get("source", {}))  # an imported store has none
-    listed = list_sources(source, section)
+    listed = list_sources(source, section, needs_labels=False)
     remaining, originals = set(keys), dict[str, np.ndarray]()
     how = {"crop": images.crop, "resize_filter": images.resize_filter}
     with Decoders(1) as decoders:

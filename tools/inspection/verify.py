@@ -131,7 +131,7 @@ def loaded_runner(store: Path, source: SourcePaths, device: Any, overrides: list
 
     spec = _newest_spec(store)
     recipe = parse_with_overrides(str(store), PrecomputeRecipe, openable(spec, store).recipe, overrides)
-    listed = list_sources(source, recipe.source, recipe.companion_columns)
+    listed = list_sources(source, recipe.source, recipe.companion_columns, needs_labels=recipe.needs_labels)
     with nothing_fetched(), Decoders(num_threads()) as decoders:
         encoders = load_encoders(recipe, device)
         check_fingerprint(store, spec, describe_store(recipe, listed, encoders, known=spec))

@@ -109,8 +109,13 @@ def describe_precompute(
         rows += [("warning", warning) for warning in recipe.images.warnings()]
         return DryRun(shown, [*rows, ("source", "pass --source to count its images")])
     with ProgressLine() as progress:
-        listed = {"progress": lambda done: progress("list", done, 0)}
-        source = list_sources(source_path, recipe.source, recipe.companion_columns, **listed)
+        source = list_sources(
+            source_path,
+            recipe.source,
+            recipe.companion_columns,
+            needs_labels=recipe.needs_labels,
+            progress=lambda done: progress("list", done, 0),
+        )
     if store:
         check_apart(store, source)
     encoders = load_encoders(recipe, device) if are_local else None

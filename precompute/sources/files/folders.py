@@ -11,7 +11,9 @@ from ....datasets.errors import RecordRejected
 from ...config import SourceSection
 from .files import FoundFile, SourceFiles
 from .ignored import Ignored
-from .record import MAX_TEXT_BYTES, SourceRecord, described, is_image, usable_key
+from .labels import Labels
+from .record import MAX_TEXT_BYTES, SourceRecord, is_image, usable_key
+from .texts import TextReader
 
 SIDECARS = (".caption", ".txt", ".json")  # captions come from the first of the first two that exists
 IMAGE_FOLDER, TEXT_FOLDERS = "images", ("captions", "labels", "texts", "prompts")  # beside each other, of equal names
@@ -32,6 +34,10 @@ class Scan:
       ignored: files and folders that were skipped.
       notes: on how the source was read.
       companions: column of each companion image, by name.
+      needs_labels: a label that is neither a class index nor a name rejects its record, also if its column is guessed.
+    Attributes:
+      labels: of the records, by what the source says of each.
+      texts: reads the texts beside images.
     """
 
     settings: SourceSection = field(default_factory=SourceSection)
@@ -39,7 +45,17 @@ class Scan:
     ignored: Ignored = field(default_factory=Ignored)
     notes: list[str] = field(default_factory=list)
     companions: Mapping[str, str] = field(default_factory=dict)
+    needs_labels: bool = True
+    labels: Labels = field(init=False)
+    texts: TextReader = field(init=False)
     _labels: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.labels = Labels(
+            is_read=self.settings.labels != "none",
+            is_required=self.settings.labels != "none" and (self.needs_labels or bool(self.settings.label)),
+        )
+        self.texts = TextReader(self.settings, self.labels)
 
     def label(self, name: str) -> int:
         """Label of a class; classes must come in order. -1 if labels are off."""
@@ -149,7 +165,7 @@ def sidecar_folder(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
                     stem = folder + stem.removeprefix(IMAGE_FOLDER)
                     beside |= {suffix: text for suffix in SIDECARS if (text := files.look(stem + suffix))}
                 used |= {text.path for text in beside.values()}
-                yield _with_texts(files, file, beside)
+                yield _with_texts(files, file, beside, scan)
         for file in together:
             if not is_image(file.path) and file.path not in used:
                 scan.ignored.file(file.path)
@@ -160,9 +176,9 @@ def _until_dot(file: FoundFile) -> str:
     return f"{folder}/{name.partition('.')[0]}"
 
 
-def _with_texts(files: SourceFiles, image: FoundFile, beside: dict[str, FoundFile]) -> SourceRecord:
+def _with_texts(files: SourceFiles, image: FoundFile, beside: dict[str, FoundFile], scan: Scan) -> SourceRecord:
     try:
-        label, captions = described({suffix[1:]: _text(files, file) for suffix, file in beside.items()})
+        label, captions = scan.texts.read({suffix[1:]: _text(files, file) for suffix, file in beside.items()})
         return image.record(label=label, captions=captions)
     except (ValueError, TypeError, RecursionError) as error:
         return image.record(problem=("bad_metadata", str(error)))

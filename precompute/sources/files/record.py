@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import os
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,6 @@ HEIF_EXTENSIONS = frozenset([".heic", ".heif", ".hif"])  # read by pillow-heif, 
 IMAGE_EXTENSIONS = frozenset(
     [".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif", ".jfif"]
 ) | (HEIF_EXTENSIONS if importlib.util.find_spec("pillow_heif") else frozenset())
-MAX_CLASSES = 1_000_000  # a larger label is a mistake, and would fill the memory with names
 MAX_SIDE_PX = 1 << 20
 MAX_CAPTIONS = 256  # of one record
 MAX_CAPTION_CHARS = 1 << 16  # far beyond any encoder's cut
@@ -81,24 +79,12 @@ def usable_key(name: str) -> tuple[str, tuple[str, str] | None]:
     return text, None
 
 
-def label_of(row: Mapping[str, Any]) -> int:
-    """Label of a row, or -1.
-
-    Raises: ValueError: not a class index.
-    """
-    label = row.get("label", row.get("cls", -1))
-    label = -1 if label is None else label
-    if isinstance(label, bool) or not isinstance(label, int) or not -1 <= label < MAX_CLASSES:
-        raise ValueError(f"label {reprlib.repr(label)} is not a class index below {MAX_CLASSES}")
-    return label
-
-
-def captions_of(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Captions of a row: a list or one text, from the first of ``CAPTION_NAMES`` that is present.
+def captions_of(row: Mapping[str, Any], names: Sequence[str] = CAPTION_NAMES) -> tuple[str, ...]:
+    """Captions of a row: a list or one text, from the first of ``names`` that is present.
 
     Raises: ValueError: not text, too many or too long.
     """
-    value = next((row[name] for name in CAPTION_NAMES if row.get(name) is not None), ())
+    value = next((row[name] for name in names if row.get(name) is not None), ())
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"captions {reprlib.repr(value)} are not text")
@@ -109,20 +95,3 @@ def captions_of(row: Mapping[str, Any]) -> tuple[str, ...]:
     for text in texts:
         text.encode("utf-8")  # half a surrogate pair is no text
     return tuple(texts)
-
-
-def described(texts: Mapping[str, bytes]) -> tuple[int, tuple[str, ...]]:
-    """Label and captions of an image, from texts beside it or in its tar.
-
-    Args:
-      texts: by extension: a label in ``cls``, captions in ``caption`` or ``txt``, one a line; else both in ``json``.
-    Raises: ValueError, TypeError, RecursionError: a text is not UTF-8, not JSON, or as for ``captions_of``.
-    """
-    row = json.loads(texts["json"]) if "json" in texts else {}
-    if not isinstance(row, dict):
-        raise ValueError(".json is not an object")
-    if lines := texts.get("caption", texts.get("txt")):
-        row |= {"captions": [line for line in lines.decode("utf-8-sig").splitlines() if line.strip()]}
-    if "cls" in texts:
-        row |= {"label": int(texts["cls"])}
-    return label_of(row), captions_of(row)

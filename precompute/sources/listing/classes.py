@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ....datasets.errors import RecipeError, SourceError
 from ....datasets.format.class_names import imagenet_names
+from ..files.texts import split_lines
 
 IMAGENET = "imagenet"
 MAX_BYTES = 64 << 20
@@ -30,7 +31,8 @@ def read_class_names(asked: str) -> dict[str, str]:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ValueError(f"more than {MAX_BYTES >> 20} MiB")
-        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+        lines = [line.strip() for line in split_lines(path.read_bytes().decode("utf-8-sig"))]
+        lines = [line for line in lines if line]
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RecipeError(

@@ -93,6 +93,10 @@ class Listing:
         (joined,) = pa.concat_tables(parts).combine_chunks().to_batches() or [pa.RecordBatch.from_pylist([], SCHEMA)]
         return joined.take(pa.array(np.argsort(order, kind="stable")))
 
+    def has_sizes(self) -> bool:
+        """Whether the source gives the size of an image."""
+        return any(pc.max(batch["height_px"]).as_py() > 0 for batch in self._batches)
+
     def largest_label(self) -> int:
         """Largest label; -1 if there are none."""
         return max((int(batch["label"].to_numpy().max()) for batch in self._batches), default=-1)
@@ -170,6 +174,28 @@ def record_batch(records: Sequence[SourceRecord]) -> pa.RecordBatch:
     columns["companions"] = [
         [dict(zip(PLACE_NAMES, place, strict=True)) for place in places] for places in columns["companions"]
     ]
+    return pa.RecordBatch.from_pydict(columns, SCHEMA)
+
+
+def with_labels(batch: pa.RecordBatch, labels: np.ndarray) -> pa.RecordBatch:
+    """Records of a batch of SCHEMA with other labels, (N,)."""
+    column = SCHEMA.get_field_index("label")
+    return batch.set_column(column, SCHEMA.field(column), pa.array(labels.astype(np.int32)))
+
+
+def rejected(batch: pa.RecordBatch, is_unusable: np.ndarray, problem: tuple[str, str]) -> pa.RecordBatch:
+    """Records of a batch of SCHEMA, of which some become rejects unless they are already.
+
+    Args:
+      is_unusable: (N,) bool.
+      problem: reason and detail.
+    """
+    reason, detail = problem
+    is_new = pa.array(is_unusable & batch["reason"].is_null().to_numpy(zero_copy_only=False))
+    columns = {name: batch[name] for name in batch.schema.names}
+    columns["reason"] = pc.if_else(is_new, reason, batch["reason"])
+    columns["detail"] = pc.if_else(is_new, detail, batch["detail"])
+    columns["captions"] = distinct_texts(batch["captions"], ~is_unusable)
     return pa.RecordBatch.from_pydict(columns, SCHEMA)
 
 

@@ -63,7 +63,9 @@ def choose_columns(
     asked = {IMAGES: settings.image, CAPTIONS: settings.caption, LABELS: settings.label}
     if missing := next((name for name in (*asked.values(), *companions) if name and name not in columns), None):
         raise SourceError(f"{where}: it has no column '{missing}'. {shown_columns(columns)}")
+    roles_read = {role for role in asked if role != LABELS or settings.labels != "none"}
     chosen = {role: [name] if name else usual_columns(columns, role) for role, name in asked.items()}
+    chosen = {role: names if role in roles_read else [] for role, names in chosen.items()}
     if not chosen[IMAGES]:
         raise SourceError(
             f"{where}: no column seems to name the images. {shown_columns(columns)} Name it with "
@@ -79,7 +81,9 @@ def choose_columns(
         f"; not used: {', '.join(map(repr, others[:MAX_SHOWN]))}" if others else ""
     )
     if may_vary:
-        chosen = {role: names if asked[role] else [*KNOWN[role], *names] for role, names in chosen.items()}
+        for role in roles_read:
+            if not asked[role]:
+                chosen[role] = [*KNOWN[role], *chosen[role]]
     images, captions, labels = (tuple(dict.fromkeys(names)) for names in chosen.values())
     roles = Roles(images, captions, labels, tuple(sides), tuple(companions))
     lower = [name.lower() for name in columns]

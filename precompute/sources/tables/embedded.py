@@ -28,11 +28,12 @@ from ...config import SourceSection
 from ...images.faults import retried
 from ..files.files import FoundFile, LocalFiles, SourceFiles
 from ..files.folders import Scan
+from ..files.labels import Labels
 from ..files.record import CAPTION_NAMES, usable_key
 from ..files.splits import ALL, choose_split, shard_names
 from ..listing.duck import database, identifier, literal
 from ..listing.listing import PLACES_SQL, SCHEMA, distinct_texts
-from .columns import CAPTIONS, Roles, shown_columns, usual_columns
+from .columns import CAPTIONS, LABELS, USUAL, Roles, shown_columns, usual_columns
 from .rows import POSITION, row_columns, typed_cell
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -287,14 +288,31 @@ def find_columns(
             f"{shown_columns(schema.names)}"
         )
     image, *beside = filter(None, images)
-    named = [name for name, feature in features.items() if feature.get("_type") == "ClassLabel"]
-    whole = [name for name in LABEL_NAMES if name in schema.names and pa.types.is_integer(schema.field(name).type)]
-    label = settings.label or next((name for name in [*named, *whole] if name in schema.names), "")
+    label = _label_column(schema, features, settings)
     captions = [settings.caption] if settings.caption else usual_columns(schema.names, CAPTIONS)[:1]
     classes = features.get(label, {}).get("names")
     if not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
         classes = None
     return Roles((image,), tuple(captions), (label,) if label else (), (), tuple(beside)), classes
+
+
+def _label_column(schema: pa.Schema, features: dict[str, dict[str, Any]], settings: SourceSection) -> str:
+    """The column of labels; empty without one, or if labels are not read."""
+    if settings.labels == "none":
+        return ""
+    if settings.label:
+        return settings.label
+    named = [name for name, feature in features.items() if feature.get("_type") == "ClassLabel"]
+    usual = [name for name in (*LABEL_NAMES, *USUAL[LABELS]) if name in schema.names]
+    may_be_labels = [name for name in usual if _is_label(schema.field(name).type)]
+    return next((name for name in [*named, *may_be_labels] if name in schema.names), "")
+
+
+def _is_label(kind: pa.DataType) -> bool:
+    """Whether a column may hold class indices or names of classes."""
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    return is_number or pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def _features(schema: pa.Schema) -> dict[str, dict[str, Any]]:
@@ -346,7 +364,7 @@ def embedded_batches(files: SourceFiles, scan: Scan) -> Iterator[pa.RecordBatch]
                     image = roles.images[0].removesuffix(".bytes")
                     scan.notes.append(f"columns: images '{image}', captions {captions}, labels {labels}")
                     scan.classes = classes
-                elif classes != scan.classes and settings.labels != "none":
+                elif classes != scan.classes:
                     raise SourceError(
                         f"source '{where}': its classes differ from the first file's. Write all files with the same "
                         "classes, or leave labels out with --set source.labels=none."
@@ -354,10 +372,30 @@ def embedded_batches(files: SourceFiles, scan: Scan) -> Iterator[pa.RecordBatch]
                 query = _records_query(files.look(name) or FoundFile(name), file.schema, roles)
                 for rows in _numbered(file, [*roles.labels, *roles.captions]):
                     connection.register("rows", rows)
-                    (batch,) = connection.sql(query).to_arrow_table().cast(SCHEMA).combine_chunks().to_batches()
+                    (found,) = connection.sql(query).to_arrow_table().combine_chunks().to_batches()
+                    batch = _with_labels(found, scan.labels)
                     is_usable = batch["reason"].is_null().to_numpy(zero_copy_only=False)
                     texts = distinct_texts(batch["captions"], is_usable)
                     yield batch.set_column(texts_column, SCHEMA.field(texts_column), texts)
+
+
+def _with_labels(rows: pa.RecordBatch, labels: Labels) -> pa.RecordBatch:
+    """Records of SCHEMA of rows that have their labels as text; names become numbers once all are known."""
+    texts = rows["label"].to_pylist()
+    is_number, problems = rows["label_is_number"].to_pylist(), rows["label_problem"].to_pylist()
+    columns = {name: rows[name] for name in SCHEMA.names if name != "label"}
+    numbers = np.full(len(texts), -1, np.int32)
+    for row, text in enumerate(texts):
+        if text is not None:
+            numbers[row] = labels.read_index(int(text)) if is_number[row] else labels.read_name(text)
+    has_problem = rows["label_problem"].is_valid().to_numpy(zero_copy_only=False)
+    if has_problem.any() and not labels.is_required:
+        labels.read_unusable(next(filter(None, problems)), int(has_problem.sum()))
+    elif has_problem.any():
+        columns["reason"] = pc.if_else(rows["label_problem"].is_valid(), "bad_metadata", rows["reason"])
+        columns["detail"] = pc.coalesce(rows["label_problem"], rows["detail"])
+    numbers[columns["reason"].is_valid().to_numpy(zero_copy_only=False)] = -1
+    return pa.RecordBatch.from_pydict(columns | {"label": pa.array(numbers)}, SCHEMA)
 
 
 def _numbered(file: ParquetRows | ArrowRows, names: list[str]) -> Iterator[pa.Table]:
@@ -376,12 +414,12 @@ def _records_query(place: FoundFile, schema: pa.Schema, roles: Roles) -> str:
         f"{typed_cell(identifier(name), _duck_type(schema.field(name).type))} AS {identifier(name)}"
         for name in (*roles.labels, *roles.captions)
     ]
-    columns = row_columns(replace(roles, images=(), companions=()), has_class_names=False)
+    columns = row_columns(replace(roles, images=(), companions=()))
     companion = f"row({literal(place.path)}, position, 0, {place.mtime_ns})"
     places = f"[{', '.join([companion] * len(roles.companions))}]"
     return f"""SELECT {literal(key)} || '/' || position AS key, {literal(place.path)} AS path, position AS "offset",
         0 AS num_bytes, {place.mtime_ns}::BIGINT AS mtime_ns,
-        CASE WHEN detail IS NULL THEN coalesce(label::INTEGER, -1) ELSE -1 END AS label, captions,
+        label, label_is_number, label_problem, captions,
         CASE WHEN detail IS NOT NULL THEN 'bad_metadata' END AS reason, detail, 0 AS height_px, 0 AS width_px,
         {places}::{PLACES_SQL} AS companions
         FROM (SELECT *, {literal(unusable[1]) if unusable else "problem"} AS detail

@@ -49,12 +49,11 @@ def load_table(
         return _load_text(connection, files, table, path, scan)
     if table.endswith(".parquet"):
         cells, roles = _parquet_cells(connection, files, table, path, scan)
-    elif _is_coco(files, table):
+    elif is_coco(files, table):
         cells, roles = _coco_cells(connection, files, table, path, scan)
     else:
         cells, roles = _json_cells(connection, files, table, path, scan)
-    has_class_names = not table.endswith((".json", ".jsonl"))
-    columns = row_columns(roles, has_class_names=has_class_names)
+    columns = row_columns(roles)
     connection.execute(f"CREATE TEMP TABLE loaded AS SELECT {columns} FROM ({cells})")
     return []
 
@@ -64,7 +63,7 @@ def memory_mib(files: SourceFiles, table: str, path: str) -> int:
 
     Raises: SourceError: COCO's captions of more than a GiB.
     """
-    if not _is_coco(files, table):
+    if not is_coco(files, table):
         return MEMORY_MIB
     if (size := os.path.getsize(path)) > MAX_COCO_BYTES:
         raise SourceError(
@@ -131,7 +130,7 @@ def _letters(files: SourceFiles, table: str, *, from_end: bool = False) -> str:
 # ------------------------------------------------------------------------------------------------------- COCO
 
 
-def _is_coco(files: SourceFiles, table: str) -> bool:
+def is_coco(files: SourceFiles, table: str) -> bool:
     """Whether a table is one JSON object, as COCO's captions are."""
     return table.endswith(".json") and _letters(files, table).lstrip()[:1] == "{"
 
@@ -218,7 +217,7 @@ def read_layout(files: SourceFiles, table: str) -> TextLayout:
     text = data.decode("utf-8-sig", "replace").lstrip("\r\n")
     if not text.strip():
         raise SourceError(f"{where}: it is empty.")
-    line = text.splitlines()[0]
+    line = re.split(r"[\r\n]", text, maxsplit=1)[0]
     if "\0" in line:
         raise SourceError(f"{where}: not UTF-8 text: it contains NUL bytes. Save it as UTF-8.")
     headers = {mark: [cell.strip() for cell in next(csv.reader([line], delimiter=mark))] for mark in DELIMITERS}
@@ -248,7 +247,8 @@ def described_images(layout: TextLayout, table: str, settings: SourceSection) ->
 
     Raises: SourceError: no column names images.
     """
-    roles, _ = choose_columns(layout.columns, settings, table, ())
+    with_labels = settings.model_copy(update={"labels": "auto"})  # it names the images although labels are not read
+    roles, _ = choose_columns(layout.columns, with_labels, table, ())
     place = layout.columns.index(roles.images[0]) if roles.captions or roles.labels else MAX_COLUMNS
     return [row[place].strip() for row in layout.first_rows() if len(row) > place]
 
@@ -274,7 +274,7 @@ def _load_text(
         connection.register("cells", pa.RecordBatchReader.from_batches(schema, batches))
         cells = [f"{text_cell(f'c{layout.columns.index(name)}')} AS {identifier(name)}" for name in roles.names]
         connection.execute(
-            f"""CREATE TEMP TABLE loaded AS SELECT {row_columns(roles, has_class_names=True)}
+            f"""CREATE TEMP TABLE loaded AS SELECT {row_columns(roles)}
             FROM (SELECT position AS {POSITION}, {", ".join(cells)} FROM cells)"""
         )
     _check_broken(broken, files, table, layout, scan)

@@ -1,13 +1,15 @@
 """Rows of any table as SQL: each format gives its cells as JSON, and one projection turns them into the same rows.
 
 The rows are the table ``loaded``: ``position`` from 0, ``name`` of the image (null without one), ``label`` (a class
-index or the name of a class, as text), ``captions``, ``problem`` (null without one), ``height``, ``width``,
-``companions``.
+index or the name of a class, as text), ``label_is_number`` (the table has it as a number, not as text),
+``label_problem`` (why there is none, null without one), ``captions``, ``problem`` (null without one), ``height``,
+``width``, ``companions``.
 """
 
 from __future__ import annotations
 
-from ..files.record import MAX_CAPTION_CHARS, MAX_CAPTIONS, MAX_CLASSES
+from ..files.labels import MAX_CLASSES
+from ..files.record import MAX_CAPTION_CHARS, MAX_CAPTIONS
 from ..listing.duck import coalesced, identifier, literal
 from .columns import Roles
 
@@ -41,28 +43,28 @@ def typed_cell(column: str, kind: str) -> str:
     return f"to_json({column})"
 
 
-def row_columns(roles: Roles, *, has_class_names: bool) -> str:
-    """The columns of ``loaded`` as SQL over POSITION and the cells of a table as JSON.
-
-    Args:
-      has_class_names: labels that are text name classes; otherwise they reject the row.
-    """
-    labels, captions = map(identifier, roles.labels), list(map(identifier, roles.captions))
-    label_texts, label_problems = [], []
-    for cell in labels:
-        index = f"json_type({cell}) LIKE '%BIGINT' AND coalesce(TRY_CAST({cell} ->> '$' AS BIGINT), -2)"
-        is_label = f"({index} BETWEEN -1 AND {MAX_CLASSES - 1}"
-        is_label += f" OR json_type({cell}) = 'VARCHAR')" if has_class_names else ")"
-        text = stripped(f"({cell} ->> '$')")
-        label_texts.append(f"CASE WHEN {is_label} THEN nullif({text}, '') END")
+def row_columns(roles: Roles) -> str:
+    """The columns of ``loaded`` as SQL over POSITION and the cells of a table as JSON."""
+    captions = list(map(identifier, roles.captions))
+    labels, are_numbers, label_problems = [], [], []
+    for cell in map(identifier, roles.labels):
+        number = f"TRY_CAST({cell} ->> '$' AS DOUBLE)"
+        is_index = (
+            f"(json_type({cell}) LIKE '%BIGINT' OR json_type({cell}) = 'DOUBLE') AND {number} = floor({number}) "
+            f"AND {number} BETWEEN -1 AND {MAX_CLASSES - 1}"
+        )
+        unstripped = f"({cell} ->> '$')"
+        text = f"nullif({stripped(unstripped)}, '')"
+        is_text = f"json_type({cell}) = 'VARCHAR'"
+        labels.append(f"CASE WHEN {is_index} THEN {number}::BIGINT::VARCHAR WHEN {is_text} THEN {text} END")
+        are_numbers.append(f"CASE WHEN {is_index} THEN true WHEN {is_text} AND {text} IS NOT NULL THEN false END")
         label_problems.append(
-            f"CASE WHEN NOT {is_label} THEN 'label ' || left({cell}::VARCHAR, 40) || "
-            f"' is not a class index below {MAX_CLASSES}' END"
+            f"CASE WHEN json_type({cell}) IS NOT NULL AND NOT ({is_index}) AND NOT {is_text} "
+            f"THEN 'label ' || left({cell}::VARCHAR, 40) || ' is not a class index below {MAX_CLASSES}' END"
         )
     texts = f"{coalesced([_texts(cell) for cell in captions])}::VARCHAR[]"
     longest = f"list_max([length(text) for text in {texts}])"
     problems = [
-        *label_problems,
         *map(_problem_of_captions, captions),
         f"CASE WHEN len({texts}) > {MAX_CAPTIONS} THEN len({texts}) || "
         f"' captions, at most {MAX_CAPTIONS} are allowed' END",
@@ -73,7 +75,9 @@ def row_columns(roles: Roles, *, has_class_names: bool) -> str:
     names = coalesced([_text(identifier(name)) for name in roles.images])
     companions = ", ".join(f"coalesce({_text(identifier(name))}, '')" for name in roles.companions)
     return f"""
-        {POSITION} AS position, {names}::VARCHAR AS name, {coalesced(label_texts)}::VARCHAR AS label,
+        {POSITION} AS position, {names}::VARCHAR AS name,
+        {coalesced(labels)}::VARCHAR AS label, {coalesced(are_numbers)}::BOOLEAN AS label_is_number,
+        {coalesced(label_problems)}::VARCHAR AS label_problem,
         coalesce([text for text in [{stripped("text")} for text in {texts}] if text <> ''], []) AS captions,
         {coalesced(problems)}::VARCHAR AS problem, {sides[0]} AS height, {sides[1]} AS width,
         [{companions}]::VARCHAR[] AS companions"""

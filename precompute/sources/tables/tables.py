@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -23,7 +22,8 @@ from ....datasets.errors import SourceError
 from ...config import SourceSection
 from ..files.files import FoundFile, LocalFiles, SourceFiles, look_up
 from ..files.folders import Scan
-from ..files.record import MAX_CAPTIONS, MAX_CLASSES, MAX_KEY_CHARS, MAX_SIDE_PX, usable_key
+from ..files.labels import AMONG_NUMBERS, MAX_CLASSES, Labels, number_names
+from ..files.record import MAX_CAPTIONS, MAX_KEY_CHARS, MAX_SIDE_PX, usable_key
 from ..files.splits import ALL, shards_of_split
 from ..listing.duck import database, literal, readable_path
 from ..listing.listing import PLACE_NAMES, SCHEMA, distinct_texts, record_batch
@@ -49,9 +49,11 @@ LOOKED_NAMES = 16  # of a table, to find where the images are
 MAX_FOLDERS = 20  # of a source, in which they are looked for
 LISTS = (".csv", ".tsv", "captions.txt", ".token", ".token.txt")  # endings of tables next to images
 MAX_LISTS = 16  # of them that are opened in a folder
-MAX_CLASS_BYTES = 1 << 26  # of all class names
-WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.0*)?")  # pandas writes integers as 3.0 if other cells are empty
 ODD_PATH = r"(^|/)\.{0,2}(/|$)"  # some part is empty, "." or ".."
+# Of a row of ``loaded`` beside the number of its label.
+LABEL_PROBLEM = f"""coalesce(label_problem, CASE WHEN label IS NULL OR number IS NOT NULL THEN NULL
+    WHEN regexp_full_match(label, '[+-]?[0-9.]+') THEN 'label ' || label || ' is not a class index below {MAX_CLASSES}'
+    ELSE 'label ' || label || ' is {AMONG_NUMBERS}' END)"""
 NO_NAME = ("bad_metadata", "the row names no image; expected its path as text in UTF-8")
 
 
@@ -111,8 +113,10 @@ def _names_images(files: SourceFiles, table: str, settings: SourceSection, notes
         layout = read_layout(files, table)
         image = image_in_header(layout) if len(layout.columns) > 1 else ""
         names = [image] if image else described_images(layout, table, settings)
-    except SourceError:
-        return False  # a table of something else
+    except SourceError as error:  # a table of something else
+        if settings.image or settings.caption or settings.label:
+            notes.append(f"table '{table}' is not used: {error}")
+        return False
     if not names:
         return False
     if not settings.root and find_folder(files, names) is None:
@@ -214,15 +218,17 @@ def table_batches(files: SourceFiles, images: SourceFiles, table: str, scan: Sca
             query = f"SELECT {column} FROM loaded WHERE {column} <> '' ORDER BY position LIMIT {LOOKED_NAMES}"
             first = [name for (name,) in connection.execute(query).fetchall()]
             folders[companion] = _folder(images, table, first, scan, companion)
-        connection.register("classes", _classes(connection, scan, where))
+        connection.register("classes", _classes(connection, scan))
+        is_required = scan.labels.is_required
+        if not is_required and not scan.labels.are_too_many:
+            _count_unusable_labels(connection, scan.labels)
         prefix = literal(_prefix(images))
         connection.execute(
             f"""CREATE TEMP VIEW rows AS SELECT position,
             CASE WHEN starts_with(name, {prefix}) THEN substr(name, length({prefix}) + 1) ELSE name END AS name,
             CASE WHEN problem IS NULL THEN coalesce(number, -1) ELSE -1 END AS label,
             CASE WHEN problem IS NULL THEN captions ELSE [] END AS captions,
-            coalesce(problem, CASE WHEN label IS NOT NULL AND number IS NULL THEN
-            'label ' || label || ' is not a class index below {MAX_CLASSES}' END) AS problem,
+            coalesce({f"{LABEL_PROBLEM}, " if is_required else ""}problem) AS problem,
             height, width, companions, hash(companions) AS beside
             FROM loaded LEFT JOIN classes ON label = class"""
         )
@@ -249,22 +255,32 @@ def _readable_rows(table: str, path: str) -> Iterator[tuple[str, list[TextRow]]]
         yield readable, long_lines
 
 
-def _classes(connection: Any, scan: Scan, where: str) -> pa.Table:
-    """The number of each label: its own, or its place among the sorted names of classes."""
-    query = f"SELECT DISTINCT label FROM loaded WHERE label IS NOT NULL LIMIT {MAX_CLASSES + 1}"
-    names = sorted(name for (name,) in connection.execute(query).fetchall())
-    if len(names) > MAX_CLASSES or sum(map(len, names)) > MAX_CLASS_BYTES:
-        raise SourceError(
-            f"{where}: the column of labels has {len(names)} or more different values, so they are not labels. Name "
-            "another with --set source.label=NAME, or rename the column."
-        )
-    numbers = list(range(len(names)))
-    if all(WHOLE_NUMBER.fullmatch(name) for name in names):
-        whole = (int(name.removeprefix("+").partition(".")[0]) for name in names)
-        numbers = [number if -1 <= number < MAX_CLASSES else None for number in whole]
-    else:
-        scan.classes = names
-    return pa.table({"class": pa.array(names, pa.string()), "number": pa.array(numbers, pa.int64())})
+def _classes(connection: Any, scan: Scan) -> pa.Table:
+    """The number of each label that is one: its own, or its place among the sorted names of classes.
+
+    Labels that are neither are counted, unless they reject their rows.
+    """
+    labels = scan.labels
+    query = f"""SELECT label, bool_or(label_is_number) FROM loaded WHERE label IS NOT NULL
+        GROUP BY label LIMIT {MAX_CLASSES + 1}"""
+    found = connection.execute(query).fetchall()
+    names = sorted(name for name, _ in found)
+    numbers: Mapping[str, int | None] = {}
+    if labels.check_names(len(names), sum(map(len, names))):
+        has_numbers = any(is_number and name != "-1" for name, is_number in found)
+        numbers, scan.classes = number_names(names, has_numbers=has_numbers)
+    numbers = {name: number for name, number in numbers.items() if number is not None}
+    return pa.table({"class": pa.array(numbers, pa.string()), "number": pa.array(numbers.values(), pa.int64())})
+
+
+def _count_unusable_labels(connection: Any, labels: Labels) -> None:
+    """Count the labels that were left out."""
+    count, example = connection.execute(
+        f"""SELECT count(*), arg_min({LABEL_PROBLEM}, position) FROM loaded LEFT JOIN classes ON label = class
+        WHERE {LABEL_PROBLEM} IS NOT NULL"""
+    ).fetchall()[0]
+    if count:
+        labels.read_unusable(example, count)
 
 
 def _groups(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[pa.RecordBatch, np.ndarray]]:

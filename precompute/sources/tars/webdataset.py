@@ -13,7 +13,7 @@ from typing import BinaryIO
 from ....datasets.errors import SourceError
 from ..files.files import FoundFile, SourceFiles
 from ..files.folders import Scan
-from ..files.record import MAX_TEXT_BYTES, SourceRecord, described, is_image, usable_key
+from ..files.record import MAX_TEXT_BYTES, SourceRecord, is_image, usable_key
 from ..files.splits import shard_names
 from .members import TarMember, tar_members
 
@@ -42,7 +42,7 @@ def webdataset(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
         stem = name.rpartition(".")[0] or name
         for prefix, group in groups.items():
             # A prefix is no path: it often starts again in every tar, so the tar's name stands before it.
-            if record := _tar_record(f"{stem}/{prefix}", place, group):
+            if record := _tar_record(f"{stem}/{prefix}", place, group, scan):
                 yield record
 
 
@@ -81,7 +81,7 @@ def _groups(file: BinaryIO, tar: str, scan: Scan) -> dict[str, _TarRecord]:
     return groups
 
 
-def _tar_record(key: str, place: FoundFile, group: _TarRecord) -> SourceRecord | None:
+def _tar_record(key: str, place: FoundFile, group: _TarRecord, scan: Scan) -> SourceRecord | None:
     """The record of one key; None without an image."""
 
     if not group.images:
@@ -90,7 +90,7 @@ def _tar_record(key: str, place: FoundFile, group: _TarRecord) -> SourceRecord |
     image = next(iter(group.images.values()))
     label, captions = -1, ()
     try:
-        label, captions = described(group.texts)
+        label, captions = scan.texts.read(group.texts)
     except (ValueError, TypeError, RecursionError) as error:
         problem = problem or ("bad_metadata", str(error))
     if len(group.images) > 1:

@@ -191,7 +191,7 @@ def test_images_give_the_same_bytes_however_they_come(case: str, references: dic
 
 def test_sidecars_are_those_of_the_same_name_and_a_bad_one_rejects_its_image(tmp_path: Path) -> None:
     good = {
-        "a.txt": b"one\n\n  two \r\nthree",
+        "a.txt": b"one\n  two \r\nthree",
         "a.json": b'{"label": 2, "caption": "not this one"}',
         "a-b.caption": b"of kohya, sitting",
         "a-b.txt": b"not this one",

@@ -190,11 +190,12 @@ def test_a_tar_gives_the_keys_bytes_labels_and_captions_that_webdataset_gives(tm
 
 
 BAD_MEMBERS = [
-    ("cls", b"cat", "cat"),
+    ("cls", b"cat", "cat"),  # among numbers
     ("cls", b"-3", "-3"),
     ("json", b"{", ""),
     ("json", b"[]", "not an object"),
-    ("json", b'{"label": "x"}', "class index"),
+    ("json", b'{"label": "x"}', "other records have numbers"),
+    ("json", b'{"label": true}', "class index"),
     ("txt", b"\xff\xfe", "utf-8"),
     ("jpg", png(), "several images"),
 ]
@@ -202,7 +203,9 @@ BAD_MEMBERS = [
 
 def test_bad_texts_in_a_tar_reject_only_their_record(tmp_path: Path) -> None:
     samples = [{"__key__": str(i), "png": png(), name: content} for i, (name, content, _) in enumerate(BAD_MEMBERS)]
-    *bad, good = list_source(write_tar(tmp_path / "t.tar", *samples, {"__key__": "good", "png": png()})).records
+    *bad, good = list_source(
+        write_tar(tmp_path / "t.tar", *samples, {"__key__": "good", "png": png(), "cls": 1})
+    ).records
     assert good.problem is None
     for record, (*_, word) in zip(bad, BAD_MEMBERS, strict=True):
         assert record.problem[0] == "bad_metadata"

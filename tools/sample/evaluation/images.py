@@ -143,7 +143,7 @@ def source_images(store: LatentStore, source: Sequence[str]) -> ImageSet:
     Raises: SourceError: the source cannot be read, or lacks images of the store.
     """
     section = SourceSection.model_validate(store.spec.recipe.get("source", {}))  # an imported store has none
-    listed = list_sources(source, section)
+    listed = list_sources(source, section, needs_labels=False)
     columns = store.record_columns(["key", "bucket", "status"]).to_pydict()
     entries = zip(columns["key"], columns["bucket"], columns["status"], strict=True)
     buckets = {key: bucket for key, bucket, status in entries if status == "stored"}

@@ -1,0 +1,234 @@
+"""Captions and labels in texts and tables: what is stored of each, and how files of several lines are split."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from making import Leandit, caption_recipe, encode, image_bytes, label_recipe, write_file, write_tar
+
+from leandit.datasets.errors import SourceError
+from leandit.datasets.store import LatentStore
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+IMAGE = image_bytes(0, 64, 64, "JPEG")
+
+
+def beside(root: Path, images: list[dict[str, bytes]]) -> Path:
+    """Images with texts beside, named by their number."""
+    for number, texts in enumerate(images):
+        write_file(root / f"{number}.jpg", IMAGE)
+        for extension, content in texts.items():
+            write_file(root / f"{number}.{extension}", content)
+    return root
+
+
+def in_tar(root: Path, images: list[dict[str, bytes]]) -> Path:
+    """The same in a WebDataset tar."""
+    root.mkdir()
+    write_tar(root / "0.tar", *({"__key__": str(i), "jpg": IMAGE, **texts} for i, texts in enumerate(images)))
+    return root
+
+
+def stored(store: Path) -> list[tuple[str | None, tuple[str, ...]]]:
+    """Class and captions of each record, by the name of the class; the reason in place of the class of a reject."""
+    opened = LatentStore(store)
+    classes = opened.spec.classes or []
+    texts = opened.captions["text"].to_pylist() if opened.captions.num_rows else []
+    records = opened.records.to_pylist()
+    return [
+        (
+            record["reason"] or (classes[record["label"]] if record["label"] >= 0 else None),
+            tuple(texts[i] for i in record.get("caption_ids") or ()),
+        )
+        for record in records
+    ]
+
+
+WRITERS = {"beside images": beside, "in a tar": in_tar}
+PARAGRAPHS = "A harbour at dusk.\n\nTwo boats are moored.\n \nIt is realistic."
+PROMPT = json.dumps({"scene": "harbour", "subjects": ["boat", "boat"]}, indent=1)
+LINES = "a harbour\r\n two boats \nrealistic"
+TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "one line": (" a harbour\n", ("a harbour",)),
+    "lines": (LINES, ("a harbour", "two boats", "realistic")),
+    "lines with a mark, and empty ones around": ("\ufeff\n\n  one\ntwo \n\n", ("one", "two")),
+    "paragraphs": (PARAGRAPHS, (PARAGRAPHS,)),
+    "a prompt in JSON": (PROMPT, (PROMPT,)),
+    "JSON lines": ('{"a": 1}\n{"a": 2}', ('{"a": 1}', '{"a": 2}')),
+    "a line separator": ("over the bay\u2028Canon", ("over the bay\u2028Canon",)),
+    "a next line": ("caf\u0085 terrace", ("caf\u0085 terrace",)),
+    "a form feed": ("page one\x0cpage two", ("page one\x0cpage two",)),
+    "other separators of str.splitlines": ("a\x0bb\x1cc\x1dd\x1ee\u2029f\rg", ("a\x0bb\x1cc\x1dd\x1ee\u2029f\rg",)),
+}
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_a_text_is_split_at_ends_of_lines_unless_it_is_one_caption(write: Callable[..., Path], tmp_path: Path) -> None:
+    source = write(tmp_path / "source", [{"txt": text.encode()} for text, _ in TEXTS.values()])
+    encode(caption_recipe(), source, tmp_path / "store")
+    assert [captions for _, captions in stored(tmp_path / "store")] == [captions for _, captions in TEXTS.values()]
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("auto", [(PARAGRAPHS,), ("a harbour", "two boats", "realistic")]),
+        ("whole", [(PARAGRAPHS,), (LINES,)]),
+        (
+            *("lines",),
+            [
+                ("A harbour at dusk.", "Two boats are moored.", "It is realistic."),
+                ("a harbour", "two boats", "realistic"),
+            ],
+        ),
+    ],
+)
+def test_a_recipe_says_how_texts_are_split_and_the_run_counts_them(
+    setting: str, expected: list[tuple[str, ...]], tmp_path: Path, leandit: Leandit
+) -> None:
+    texts = [{"txt": PARAGRAPHS.encode()}, {"caption": b"", "txt": LINES.encode()}]
+    source = beside(tmp_path / "source", texts)
+    recipe = caption_recipe(f"source.text_file={setting}")
+    report = encode(recipe, source, tmp_path / "store")
+    assert [captions for _, captions in stored(tmp_path / "store")] == expected
+    num_whole = sum(len(captions) == 1 for captions in expected)
+    assert report.source
+    (note,) = [note for note in report.source.notes if "source.text_file" in note]
+    files = "1 text file" if num_whole == 1 else f"{num_whole} text files"
+    assert note.startswith(
+        f"captions: {files} of several lines read as one caption, {2 - num_whole} as a caption a line"
+    )
+
+
+def test_a_caption_of_lines_that_the_json_has_too_is_one_caption(tmp_path: Path) -> None:
+    row = json.dumps({"caption": LINES, "url": "x", "width": 64, "sha256": "00"}).encode()
+    encode(caption_recipe(), in_tar(tmp_path / "source", [{"txt": LINES.encode(), "json": row}]), tmp_path / "store")
+    assert stored(tmp_path / "store") == [(None, (LINES,))]
+
+
+FIELDS = json.dumps({"caption": "alt", "long_caption": "a long text", "category": 1, "kind": "cat"}).encode()
+NAMED: dict[str, tuple[list[str], tuple[str | None, tuple[str, ...]]]] = {
+    "nothing named": ([], (None, ("a text",))),
+    "a caption": (["source.caption=long_caption"], (None, ("a long text",))),
+    "a caption that is usual": (["source.caption=caption"], (None, ("alt",))),
+    "the file of text": (["source.caption=txt"], (None, ("a text",))),
+    "a label": (["source.label=category"], ("1", ("a text",))),
+    "a label that is a name": (["source.label=kind"], ("cat", ("a text",))),
+}
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+@pytest.mark.parametrize(("settings", "expected"), NAMED.values(), ids=NAMED)
+def test_a_named_field_of_json_is_read(
+    write: Callable[..., Path],
+    settings: list[str],
+    expected: tuple[str | None, tuple[str, ...]],
+    tmp_path: Path,
+) -> None:
+    source = write(tmp_path / "source", [{"txt": b"a text", "json": FIELDS}])
+    encode(caption_recipe(*settings), source, tmp_path / "store")
+    assert stored(tmp_path / "store") == [expected]
+
+
+def test_an_image_without_the_named_field_has_no_caption_and_is_counted(tmp_path: Path) -> None:
+    source = beside(tmp_path / "source", [{"json": FIELDS}, {"json": b'{"caption": "alt"}', "txt": b"a text"}])
+    settings = ["source.caption=long_caption", "source.missing_caption=null"]
+    report = encode(caption_recipe(*settings), source, tmp_path / "store")
+    assert [captions for _, captions in stored(tmp_path / "store")] == [("a long text",), ("",)]
+    assert report.source
+    assert "source.caption 'long_caption': 1 of 2 images lack it" in report.source.notes
+
+
+def table_of(rows: list[dict[str, Any]], form: str) -> Callable[[Path], Path]:
+    """Writes a source of one image a row: a table beside the images, texts of each, tars, or Parquet with images."""
+
+    def write(root: Path) -> Path:
+        if form in WRITERS:
+            return WRITERS[form](root, [{"json": json.dumps(row).encode()} for row in rows])
+        named = [{"file_name": f"{number}.jpg", **row} for number, row in enumerate(rows)]
+        if form == "Parquet with images":
+            root.mkdir()
+            pq.write_table(pa.Table.from_pylist([{"image": IMAGE, **row} for row in rows]), root / "all.parquet")
+            return root
+        beside(root, [{} for _ in rows])
+        if form == "JSONL":
+            write_file(root / "metadata.jsonl", "".join(json.dumps(row) + "\n" for row in named))
+        elif form == "Parquet of paths":
+            pq.write_table(pa.Table.from_pylist(named), root / "metadata.parquet")
+        else:
+            lines = [",".join(f'"{value}"' for value in row.values()) for row in named]
+            write_file(root / "metadata.csv", "\n".join([",".join(named[0]), *lines]))
+        return root
+
+    return write
+
+
+FORMS = ("JSONL", "CSV", "Parquet of paths", "Parquet with images", *WRITERS)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_labels_of_text_are_names_of_classes_in_every_form(form: str, tmp_path: Path) -> None:
+    rows = [{"text": f"caption {i}", "label": name} for i, name in enumerate(("dog", "cat", " dog ", "ape"))]
+    encode(caption_recipe(), table_of(rows, form)(tmp_path / "source"), tmp_path / "store")
+    assert LatentStore(tmp_path / "store").spec.classes == ["ape", "cat", "dog"]
+    assert [label for label, _ in stored(tmp_path / "store")] == ["dog", "cat", "dog", "ape"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_labels_of_text_that_are_numbers_are_class_indices(form: str, tmp_path: Path) -> None:
+    rows = [{"text": f"caption {i}", "label": label} for i, label in enumerate(("2", "0", ""))]
+    encode(caption_recipe(), table_of(rows, form)(tmp_path / "source"), tmp_path / "store")
+    assert LatentStore(tmp_path / "store").spec.classes == ["0", "1", "2"]
+    assert [label for label, _ in stored(tmp_path / "store")] == ["2", "0", None]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_labels_means_that_their_column_is_not_read(form: str, tmp_path: Path) -> None:
+    rows = [{"text": f"caption {i}", "label": label} for i, label in enumerate(("dog", "9999999"))]
+    source = table_of(rows, form)(tmp_path / "source")
+    for recipe in (caption_recipe, label_recipe):
+        store = tmp_path / recipe.__name__
+        encode(recipe("source.labels=none"), source, store)
+        assert LatentStore(store).spec.classes is None
+        assert [label for label, _ in stored(store)] == [None, None]
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "CSV"])
+def test_a_guessed_label_that_is_none_rejects_only_where_labels_are_needed(form: str, tmp_path: Path) -> None:
+    rows = [{"text": f"caption {i}", "label": ["cat", "dog"]} for i in range(3)]
+    if form == "Parquet with images":
+        rows = [{"text": row["text"], "label": 9_999_999} for row in rows]
+    source = table_of(rows, form)(tmp_path / "source")
+    report = encode(caption_recipe(), source, tmp_path / "store")
+    assert [label for label, _ in stored(tmp_path / "store")] == [None] * 3
+    assert report.source
+    (note,) = [note for note in report.source.notes if "neither a class index nor a name" in note]
+    assert note.startswith("labels: 3 values")
+    for recipe in (label_recipe(), caption_recipe("source.label=label")):
+        with pytest.raises(SourceError, match=r"3 of 3 records are rejected.* is not a class index"):
+            encode(recipe, source, tmp_path / "needed")
+
+
+@pytest.mark.parametrize("form", ["JSONL", *WRITERS])
+def test_a_name_among_numbers_is_no_label(form: str, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"text": f"caption {i}", "label": label} for i, label in enumerate((1, "cat", "0"))]
+    source = table_of(rows, form)(tmp_path / "source")
+    encode(label_recipe("source.max_reject_share=1"), source, tmp_path / "needed")
+    assert [label for label, _ in stored(tmp_path / "needed")] == ["1", "bad_metadata", "0"]
+    report = encode(caption_recipe(), source, tmp_path / "store")
+    assert [label for label, _ in stored(tmp_path / "store")] == ["1", None, "0"]
+    assert report.source
+    assert [note for note in report.source.notes if "'cat'" in note or "cat is" in note]
+
+
+def test_a_cls_file_has_a_number_or_a_name(tmp_path: Path) -> None:
+    texts = [{"cls": label, "txt": b"a text"} for label in (b"dog", b"cat\n", b"")]
+    encode(label_recipe(), in_tar(tmp_path / "source", texts), tmp_path / "store")
+    assert [label for label, _ in stored(tmp_path / "store")] == ["dog", "cat", None]
