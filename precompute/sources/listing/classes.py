@@ -31,7 +31,7 @@ def read_class_names(asked: str) -> dict[str, str]:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ValueError(f"more than {MAX_BYTES >> 20} MiB")
-        lines = [line.strip() for line in split_lines(path.read_bytes().decode("utf-8-sig"))]
+        lines = [line.strip() for line in split_lines(path.read_text(encoding="utf-8-sig"))]
         lines = [line for line in lines if line]
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
