@@ -6,13 +6,16 @@ import json
 from typing import Any
 
 from ...datasets.format.schema import IMPORTED
+from ...precompute.encoders.autoencoders import FAMILIES as AUTOENCODERS
 from ...precompute.encoders.text.instructions import instruction_text
-from ...train.models.build import FAMILIES, family_of
+from ...train.models.build import FAMILIES, family_of, patch_of
+from ...train.models.diffusers.model import Normalisation
 from ...train.models.dit_dh import is_dit_dh
 from ...train.models.spec import DiTOptions, ModelSpec
-from ...train.sampling.snapshot import Snapshot, text_encoders
+from ...train.sampling.snapshot import Snapshot, resolution_of, text_encoders
 from ...train.techniques.registry import ObjectiveSection
 from ...train.weights.folders import SNAPSHOT
+from .decoding import decoder_settings, trains_as_the_vae_does
 
 SD3_TOKENS = (77, 77, 256)  # of each caption, in StableDiffusion3Pipeline
 NULL_LABEL = 1000  # DiTPipeline gives its models this label for null, however many classes they have
@@ -28,8 +31,14 @@ def vae_class(snapshot: Snapshot) -> str:
     """Class of the store's VAE; for imported stores, which do not know it, the pipeline's default."""
     family = family_of(snapshot.spec.name)
     default = FAMILIES[family].vae if family else "AutoencoderKL"
-    known = snapshot.state["vae"].get("class_name", default)
-    return default if known.startswith(IMPORTED) else known
+    recorded = snapshot.state["vae"].get("class_name", default)
+    return default if recorded.startswith(IMPORTED) else recorded
+
+
+def decoded_normalisation(snapshot: Snapshot) -> Normalisation:
+    """What the pipeline undoes before the VAE decodes."""
+    family = family_of(snapshot.spec.name)
+    return FAMILIES[family].normalisation if family else "scale"
 
 
 def text_parts(snapshot: Snapshot) -> dict[str, dict[str, Any]]:
@@ -44,41 +53,88 @@ def loads_adapters(snapshot: Snapshot) -> bool:
     return hasattr(type(getattr(snapshot.model, "net", None)), "load_lora_adapter")
 
 
+def drawn_tokens(spec: ModelSpec, state: dict[str, Any]) -> int:
+    """Side, in tokens, of the square image that a model was trained on, which is drawn by default.
+
+    Args:
+      state: of the snapshot.
+    """
+    return drawn_side(state) // patch_of(spec)
+
+
+def drawn_side(state: dict[str, Any]) -> int:
+    """Side of that image, in latent pixels."""
+    return resolution_of(state) // state["latent"]["downscale"]
+
+
 def obstacle(layout: str, spec: ModelSpec, objective: ObjectiveSection, state: dict[str, Any]) -> str:
     """Why a layout cannot hold a model, or its pipeline cannot draw with it, and what to do; empty: it can."""
-    family, problem, instead = family_of(spec.name), "", "Load its weights from the snapshot."
-    changed = [name for name, value in spec.options if value != getattr(DiTOptions(), name)]
+    family, instead = family_of(spec.name), "Load its weights from the snapshot."
     if layout == "official":
-        problem, instead = "the official layout is DiT's" if family else "", "Use --format diffusers."
+        problem = _official_problem(spec, state)
+        instead = "Use --format diffusers." if family else instead
     elif family:
-        model, encoders = FAMILIES[family], text_encoders(state)
-        pipeline = model.pipeline(spec)
-        read = [encoders[text.name] for text in spec.texts] or list(encoders.values())[:1]
-        kinds = [encoder["model"].get("kind") for encoder in read]
-        fits = len(kinds) == len(model.text_classes) and all(
-            kind in part for kind, part in zip(kinds, model.text_classes, strict=True)
-        )
-        if not fits or (spec.texts and spec.texts[-1].width != spec.caption_width):
-            known = " and ".join(" or ".join(part) for part in model.text_classes)
-            problem = f"it reads captions of {', '.join(map(str, kinds))}, {pipeline} those of {known}"
-            problem += ", the last at least as wide as the others" if len(kinds) > 1 else ""
-        elif objective.kind != "flow" and spec.texts:
-            problem = f"it was trained with objective.kind = '{objective.kind}', {pipeline} samples only flow models"
+        problem = _pipeline_problem(family, spec, objective, state)
     else:
-        instead = "Use --format official, which holds every DiT exactly."
-        if is_dit_dh(spec.name):
-            problem = "diffusers has no class for it"
-        elif spec.takes_text:
-            problem = "it takes captions, diffusers' DiT only labels"
-        elif changed:
-            option = f"model.{changed[0]} = {getattr(spec.options, changed[0])!r}"
-            problem = f"it was trained with {option}, which diffusers' DiT does not support"
-        elif spec.class_width or spec.fused:
-            problem = "diffusers' DiT has no class token and no routed tokens"
-        elif spec.num_classes > NULL_LABEL:
-            most = f"{NULL_LABEL} at most, since its null is label {NULL_LABEL}"
-            problem = f"it has {spec.num_classes} classes, DiTPipeline takes {most}"
+        problem = _dit_pipeline_problem(spec, state)
+        instead = (
+            "Use --format official, which holds every DiT exactly." if not _official_problem(spec, state) else instead
+        )
     return f"model '{spec.name}': {problem}. {instead}" if problem else ""
+
+
+def _official_problem(spec: ModelSpec, state: dict[str, Any]) -> str:
+    """Why the layout of DiT's code cannot hold a model; empty: it can."""
+    if family_of(spec.name):
+        return "the official layout is DiT's"
+    drawn, learned = drawn_tokens(spec, state), spec.base_size // patch_of(spec)
+    if drawn != learned and (is_dit_dh(spec.name) or spec.options.positions == "rope"):
+        return (
+            f"it was trained on {drawn} tokens a side with rotary positions that span {learned}, which the official "
+            "layout does not record"
+        )
+    return ""
+
+
+def _pipeline_problem(family: str, spec: ModelSpec, objective: ObjectiveSection, state: dict[str, Any]) -> str:
+    """Why the pipeline of a model of diffusers cannot draw with it; empty: it can."""
+    model, encoders = FAMILIES[family], text_encoders(state)
+    pipeline = model.pipeline(spec)
+    read = [encoders[text.name] for text in spec.texts] or list(encoders.values())[:1]
+    kinds = [encoder["model"].get("kind") for encoder in read]
+    fits = len(kinds) == len(model.text_classes) and all(
+        kind in part for kind, part in zip(kinds, model.text_classes, strict=True)
+    )
+    if not fits or (spec.texts and spec.texts[-1].width != spec.caption_width):
+        expected = " and ".join(" or ".join(part) for part in model.text_classes)
+        problem = f"it reads captions of {', '.join(map(str, kinds))}, {pipeline} those of {expected}"
+        return problem + (", the last at least as wide as the others" if len(kinds) > 1 else "")
+    if objective.kind != "flow" and spec.texts:
+        return f"it was trained with objective.kind = '{objective.kind}', {pipeline} samples only flow models"
+    return ""
+
+
+def _dit_pipeline_problem(spec: ModelSpec, state: dict[str, Any]) -> str:
+    """Why diffusers' class and pipeline of DiT cannot hold a model of ours; empty: they can."""
+    if is_dit_dh(spec.name):
+        return "diffusers has no class for it"
+    if spec.takes_text:
+        return "it takes captions, diffusers' DiT only labels"
+    if changed := [name for name, value in spec.options if value != getattr(DiTOptions(), name)]:
+        option = f"model.{changed[0]} = {getattr(spec.options, changed[0])!r}"
+        return f"it was trained with {option}, which diffusers' DiT does not support"
+    if spec.class_width or spec.fused:
+        return "diffusers' DiT has no class token and no routed tokens"
+    drawn, learned = drawn_tokens(spec, state), spec.base_size // patch_of(spec)
+    if drawn != learned:
+        return (
+            f"it was trained on {drawn} tokens a side with positions that span {learned}, diffusers' DiT has one "
+            "number for both"
+        )
+    if spec.num_classes > NULL_LABEL:
+        most = f"{NULL_LABEL} at most, since its null is label {NULL_LABEL}"
+        return f"it has {spec.num_classes} classes, DiTPipeline takes {most}"
+    return ""
 
 
 def adapter_notes(snapshot: Snapshot) -> list[str]:
@@ -100,9 +156,13 @@ def adapter_notes(snapshot: Snapshot) -> list[str]:
     return notes
 
 
-def compatibility_notes(snapshot: Snapshot) -> list[str]:
-    """Differences between the pipeline and leandit, one note each."""
-    spec, family, latent, notes = snapshot.spec, family_of(snapshot.spec.name), snapshot.latent, list[str]()
+def compatibility_notes(snapshot: Snapshot, *, has_vae: bool = False) -> list[str]:
+    """Differences between the pipeline and leandit, one note each.
+
+    Args:
+      has_vae: the VAE is exported too, with a config that decodes the run's latents.
+    """
+    spec, family, notes = snapshot.spec, family_of(snapshot.spec.name), list[str]()
     if family is None:
         notes.append(
             "diffusers' class embeds the time differently from DiT, so its output differs from the trained model's; "
@@ -126,6 +186,9 @@ def compatibility_notes(snapshot: Snapshot) -> list[str]:
         lines = json.dumps(text.split("\n")) if text else None
         which = "this" if text else "no"
         notes.append(f"Captions were encoded after {which} instruction: pass complex_human_instruction={lines}.")
+    notes += _size_notes(snapshot)
+    if not has_vae:
+        notes += _decoding_notes(snapshot)
     if family and FAMILIES[family].is_flow:
         if (vae := vae_class(snapshot)) != FAMILIES[family].vae:
             notes.append(f"{pipeline_class(snapshot)} takes an {FAMILIES[family].vae}, the store was made with {vae}.")
@@ -139,14 +202,7 @@ def compatibility_notes(snapshot: Snapshot) -> list[str]:
                 f"Trained with the guidance {spec.guidance:g} as an input: pass guidance_scale={spec.guidance:g}."
             )
         return notes
-    scalings = [latent] if latent.decoding is None else [latent, latent.decoding]
-    decode = 'Request its latents (output_type="latent"), then undo scale and shift and decode yourself.'
     if spec.texts:
-        if any(len(set(one.shift)) > 1 or len(set(one.scale)) > 1 for one in scalings):
-            notes.append(
-                "The latents are shifted or scaled by channel; the pipeline has one shift_factor and one "
-                f"scaling_factor. {decode}"
-            )
         tokens = tuple(one.tokens for one in spec.texts)
         if tokens[:2] != SD3_TOKENS[:2]:
             notes.append(
@@ -155,12 +211,6 @@ def compatibility_notes(snapshot: Snapshot) -> list[str]:
             )
         if tokens[2] != SD3_TOKENS[2]:
             notes.append(f"Pass max_sequence_length={tokens[2]}, as in training.")
-    elif any(any(one.shift) or len(set(one.scale)) > 1 for one in scalings):
-        notes.append(
-            f"The latents are shifted, or scaled by channel; the pipeline divides by scaling_factor alone. {decode}"
-        )
-    if latent.decoding and latent.decoding.zero_to_one:
-        notes.append("The VAE returns images from 0 to 1, where the pipeline expects -1 to 1. Decode yourself.")
     if snapshot.text is not None and spec.takes_text and not spec.texts:
         most = snapshot.text.max_tokens
         notes.append(
@@ -171,4 +221,50 @@ def compatibility_notes(snapshot: Snapshot) -> list[str]:
             "The pipeline makes prompts lower case, and PixArt's cleans them unless clean_caption=False; captions were "
             "encoded as they are. For theirs pass prompt_embeds and prompt_attention_mask."
         )
+    return notes
+
+
+def _size_notes(snapshot: Snapshot) -> list[str]:
+    """The size to pass to a pipeline that would draw another than the model was trained on, or has no table for it."""
+    family = family_of(snapshot.spec.name)
+    if family is None:
+        return []
+    resolution_px, notes = resolution_of(snapshot.state), list[str]()
+    if FAMILIES[family].drawn_px not in (0, resolution_px):
+        notes.append(
+            f"Trained at {resolution_px} px; the pipeline draws {FAMILIES[family].drawn_px} px by default: pass "
+            f"height={resolution_px}, width={resolution_px}."
+        )
+    sides = FAMILIES[family].binned_sides
+    if sides and drawn_side(snapshot.state) not in sides:
+        notes.append("The pipeline has no table of sizes for this resolution: pass use_resolution_binning=False.")
+    return notes
+
+
+def _decoding_notes(snapshot: Snapshot) -> list[str]:
+    """What a VAE that is loaded into the pipeline needs to decode the latents of this run."""
+    latent, normalisation = snapshot.latent, decoded_normalisation(snapshot)
+    settings, notes = decoder_settings(latent, normalisation), list[str]()
+    if settings is None and not (
+        normalisation == "batch norm" and trains_as_the_vae_does(latent, snapshot.state["vae"])
+    ):
+        undone = {
+            "scale": "divides by scaling_factor alone",
+            "scale and shift": "has one shift_factor and one scaling_factor",
+            "mean and std": "has a mean and a deviation by channel",
+            "batch norm": "undoes the batch norm of its VAE alone",
+        }
+        notes.append(
+            f"The latents are shifted, or scaled by channel; the pipeline {undone[normalisation]}. Request its latents "
+            '(output_type="latent"), then undo scale and shift and decode yourself.'
+        )
+    elif settings is not None and not trains_as_the_vae_does(latent, snapshot.state["vae"]):
+        arguments = ", ".join(f"{key}={value}" for key, value in settings.items())
+        notes.append(
+            "This run scales its latents by other numbers than its VAE's config may have: before drawing, call "
+            f"pipeline.vae.register_to_config({arguments})."
+        )
+    autoencoder = AUTOENCODERS.get(snapshot.state["vae"].get("class_name", ""))
+    if (latent.decoding and latent.decoding.zero_to_one) or (autoencoder and autoencoder.zero_to_one):
+        notes.append("The VAE returns images from 0 to 1, where the pipeline expects -1 to 1. Decode yourself.")
     return notes

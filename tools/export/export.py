@@ -38,12 +38,16 @@ from .compatibility import (
     NULL_LABEL,
     adapter_notes,
     compatibility_notes,
+    decoded_normalisation,
+    drawn_side,
+    drawn_tokens,
     loads_adapters,
     obstacle,
     pipeline_class,
     text_parts,
     vae_class,
 )
+from .decoding import vae_config
 
 Layout = Literal["diffusers", "official"]
 Files = Iterator[tuple[str, Any]]  # relative path, and bytes or an iterable of bytes
@@ -94,16 +98,22 @@ def export(
         raise RunError(f"--merged: run '{snapshot.path.parent}' has no adapters. Leave it out.")
     if is_adapters and encoders:
         raise RunError("--encoders: adapters are saved without a pipeline. Use --merged to write a whole one.")
+    copies = dict[str, Path]()
+    decoder = b""
     if is_adapters:
         files = adapter_files(snapshot)
     elif is_pipeline:
-        files = diffusers_files(snapshot, encoder_folders(snapshot, vae, text) if encoders else {})
+        if encoders:
+            copies = encoder_folders(snapshot, vae, text)
+            normalisation = decoded_normalisation(snapshot)
+            decoder = vae_config(copies["vae"], snapshot.latent, normalisation, pipeline_class(snapshot))
+        files = diffusers_files(snapshot, copies, decoder)
     else:
         files = official_files(snapshot)
     pipeline = pipeline_class(snapshot) if is_pipeline else None
     notes = [snapshot.warning] if snapshot.warning else []
     notes += adapter_notes(snapshot) if is_adapters else []
-    notes += compatibility_notes(snapshot) if is_pipeline else []
+    notes += compatibility_notes(snapshot, has_vae=encoders) if is_pipeline else []
     card = model_card(
         snapshot.spec.name,
         snapshot.state,
@@ -144,8 +154,9 @@ def fitting_layout(run: Path) -> Layout | None:
 def official_files(snapshot: Snapshot) -> Files:
     """The model alone, for ``model.init_from`` and for the trainers of DiT."""
     name = snapshot.spec.name.replace("/", "-")
+    side = drawn_tokens(snapshot.spec, snapshot.state)
     for suffix in (".safetensors", ".pt"):
-        yield f"{name}{suffix}", official_bytes(snapshot.model.state_dict(), suffix)
+        yield f"{name}{suffix}", official_bytes(snapshot.model.state_dict(), suffix, side=side)
 
 
 def adapter_files(snapshot: Snapshot) -> Files:
@@ -170,11 +181,12 @@ def adapter_files(snapshot: Snapshot) -> Files:
         yield "adapter_config.json", canonical_json(config | base)
 
 
-def diffusers_files(snapshot: Snapshot, copies: Mapping[str, Path]) -> Files:
+def diffusers_files(snapshot: Snapshot, copies: Mapping[str, Path], vae: bytes) -> Files:
     """The files of a pipeline's folder.
 
     Args:
       copies: folders of encoders by their names in the pipeline.
+      vae: config.json of the VAE, if it is copied.
     """
     family = family_of(snapshot.spec.name)
     takes_flow = family is not None and FAMILIES[family].samples_flows
@@ -187,6 +199,9 @@ def diffusers_files(snapshot: Snapshot, copies: Mapping[str, Path]) -> Files:
     yield "model_index.json", canonical_json(index_of(snapshot, type(scheduler).__name__, copies))
     for name, folder in copies.items():
         left_out = NO_TOKENIZER if name.startswith("tokenizer") else ()
+        if name == "vae":
+            left_out = ("config.json",)
+            yield "vae/config.json", vae
         for path in sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern)}):
             if ".fp16." not in path.name and not any(map(path.match, left_out)):
                 yield f"{name}/{path.name}", _parts_of(path)
@@ -207,6 +222,7 @@ def transformer_of(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, torch.
     weights = {name.removeprefix("net."): t.detach().cpu() for name, t in model.state_dict().items()}
     if isinstance(model, DiffusersModel):
         config = {key: value for key, value in model.net.config.items() if not key.startswith("_")}
+        config = model.config_to_draw(config, drawn_side(snapshot.state))
     else:
         depth, width, heads, patch = size_of(spec.name)
         weights = to_diffusers(weights, NULL_LABEL)
@@ -242,7 +258,8 @@ def index_of(snapshot: Snapshot, scheduler: str, copies: Mapping[str, Path]) -> 
     from diffusers import __version__ as diffusers_version
 
     spec = snapshot.spec
-    classes = {"transformer": _transformer_class(snapshot), "scheduler": scheduler, "vae": vae_class(snapshot)}
+    vae = _named_class(copies.get("vae"), "config.json", "_class_name") or vae_class(snapshot)
+    classes = {"transformer": _transformer_class(snapshot), "scheduler": scheduler, "vae": vae}
     parts: dict[str, Any] = {name: ["diffusers", class_name] for name, class_name in classes.items()}
     if family := family_of(spec.name):
         by_kind = FAMILIES[family].text_classes
@@ -250,17 +267,18 @@ def index_of(snapshot: Snapshot, scheduler: str, copies: Mapping[str, Path]) -> 
             encoder, tokenizer = classes[made["model"]["kind"]]
             parts[f"text_encoder{suffix}"] = ["transformers", encoder]
             name = f"tokenizer{suffix}"
-            parts[name] = ["transformers", _tokenizer_class(copies.get(name)) or tokenizer]
+            named = _named_class(copies.get(name), "tokenizer_config.json", "tokenizer_class")
+            parts[name] = ["transformers", named or tokenizer]
     else:
         parts["id2label"] = {str(number): name for number, name in enumerate(snapshot.class_names.names)}
     return {"_class_name": pipeline_class(snapshot), "_diffusers_version": diffusers_version, **parts}
 
 
-def _tokenizer_class(folder: Path | None) -> str | None:
-    """The class that a tokenizer's folder names, if any."""
-    path = folder and folder / "tokenizer_config.json"
+def _named_class(folder: Path | None, file: str, key: str) -> str | None:
+    """The class that a JSON file of a copied part names, if any."""
+    path = folder and folder / file
     config = read_json(path) if path and path.is_file() else None
-    name = config.get("tokenizer_class") if isinstance(config, dict) else None
+    name = config.get(key) if isinstance(config, dict) else None
     return name if isinstance(name, str) and name.isidentifier() else None
 
 

@@ -268,6 +268,7 @@ def snapshot_state(
         "objective": recipe.objective.model_dump(),
         "drop": recipe.conditioning.drop,
         "latent": latent.model_dump(),
+        "resolution_px": store.images.resolution_px,
         "text": store.text and store.text.model_dump(),
         "vae": vae_of(store, place),
         "text_encoder": encoder and text_encoder("", encoder),

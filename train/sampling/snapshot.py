@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ...datasets.errors import RunError
+from ...datasets.format.buckets import bucket_size
 from ...datasets.format.class_names import ClassNames
 from ...datasets.format.schema import LatentSpec, TextSpec
 from ..models.blocks import compile_blocks
@@ -151,6 +153,19 @@ def text_encoders(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     if several := state.get("texts"):
         return several
     return {"": state["text_encoder"]} if state["text_encoder"] else {}
+
+
+def resolution_of(state: Mapping[str, Any]) -> int:
+    """Side in pixels of a square image as large as those that a snapshot was trained on.
+
+    Args:
+      state: of the snapshot. One of before it named the resolution has the sizes of its buckets.
+    """
+    if "resolution_px" in state:
+        return state["resolution_px"]
+    buckets = state["buckets"]
+    height_px, width_px = bucket_size(max(buckets, key=buckets.__getitem__))
+    return round(math.sqrt(height_px * width_px))
 
 
 def prepare_model(model: Denoiser, device: torch.device, *, compiled: bool) -> Denoiser:

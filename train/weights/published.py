@@ -96,14 +96,19 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         raise DamageError(f"model.init_from '{path}': it holds no tensors ({error}). Fetch it again.") from error
 
 
-def official_bytes(weights: Weights, suffix: str) -> bytes:
+def official_bytes(weights: Weights, suffix: str, *, side: int = 0) -> bytes:
     """Content of a ".safetensors" or ".pt" file in the official layout, without projectors.
 
     Args:
       weights: state dict of a ``DiT``; of a denoiser, with the prefix "net.".
+      side: tokens a side of the images to draw, whose positions official code reads from the file; 0: as many as the
+        table of the weights spans.
     """
     flat = {name.removeprefix("net."): tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     flat = {name: tensor for name, tensor in flat.items() if not name.startswith(PROJECTORS)}
+    table = flat.get(POSITIONS)
+    if side and table is not None and table.shape[1] != side * side:
+        flat[POSITIONS] = position_table(side, side, table.shape[2], math.isqrt(table.shape[1]))[None]
     if suffix == ".safetensors":
         return safetensors_of(flat)
     content = io.BytesIO()
@@ -259,6 +264,29 @@ def fitted(weights: Weights, wanted: Weights, spec: ModelSpec) -> tuple[dict[str
         new |= {name: new[name].unflatten(0, (-1, 2, spec.channels))[:, 0].flatten(0, 1) for name in LAST}
         changes.append("without outputs for a variance")
     return new, changes
+
+
+def position_span(table: Tensor) -> int:
+    """How many tokens a table of positions spans along an axis: its own side, or that of the grid it was learned on.
+
+    A DiT that is trained on at another resolution keeps its span, so that its table has other steps than 1.
+
+    Args:
+      table: (1, side * side, E), of ``position_table`` or of any other kind.
+    Returns: its side if it is of another kind.
+    """
+    side, width = math.isqrt(table.shape[1]), table.shape[2]
+    if side < 2 or width < 4 or side * side != table.shape[1]:
+        return side
+    # The slowest wave of the last column: its angle is small, so it tells the position without ambiguity.
+    waves = width // 4
+    sine, cosine = table[0, side - 1, waves - 1].double(), table[0, side - 1, 2 * waves - 1].double()
+    frequency = 10_000.0 ** -((waves - 1) / waves)
+    last = float(torch.atan2(sine, cosine)) / frequency
+    span = round(last * side / (side - 1))
+    if span < 1 or not torch.allclose(position_table(side, side, width, span), table[0].float(), rtol=0, atol=1e-2):
+        return side
+    return span
 
 
 def _has_variance(weights: Weights) -> bool:

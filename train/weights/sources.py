@@ -7,7 +7,6 @@ transformer, of which only safetensors are read; or a file of a DiT in the offic
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from ..models.build import FAMILIES, family_of, transformer_class
 from ..models.dit import size_of
 from ..models.spec import ModelSpec
 from . import checkpoint
-from .published import POSITIONS, read_official, read_safetensors
+from .published import POSITIONS, position_span, read_official, read_safetensors
 
 CONFIG, WEIGHTS, SUBFOLDER = "config.json", "diffusion_pytorch_model*.safetensors", "transformer"
 MAX_CONFIG_BYTES = 1 << 20
@@ -172,7 +171,7 @@ def position_grid(source: str) -> int:
         return 0 if family_of(spec.name) else spec.base_size // size_of(spec.name)[-1]
     if is_file(source):
         positions = read_official(Path(source).expanduser()).get(POSITIONS)
-        return 0 if positions is None else math.isqrt(positions.shape[1])
+        return 0 if positions is None else position_span(positions)
     config = _read_config(source)
     side, patch = config.get("sample_size"), config.get("patch_size")
     return side // patch if isinstance(side, int) and isinstance(patch, int) and patch > 0 else 0

@@ -89,7 +89,8 @@ def test_sample_and_export_find_the_vae_from_any_directory(
     home: Path, class_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_store(Path("a"), class_folder)
-    settings = [word for value in TINY for word in ("--set", value)]
+    # This VAE has a scale by channel, which a pipeline of DiT cannot undo: an export with it would be refused.
+    settings = [word for value in (*TINY, "latent.normalise=none") for word in ("--set", value)]
     assert leandit("train", "dit-s-2-256", "--store", "a", "--run", "run", "--device", "cpu", *settings).exit_code == 0
     elsewhere = home.parent / "there"
     elsewhere.mkdir()

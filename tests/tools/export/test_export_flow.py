@@ -200,7 +200,9 @@ def test_the_pipeline_draws_from_prompts_what_ours_draws(run: Path, store: Laten
     options = {"height": 64, "width": 64, "num_inference_steps": 4, "guidance_scale": 3.0, "max_sequence_length": 24}
     found = pipeline(PROMPTS, **options, latents=noise, output_type="latent").images
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-    assert pipeline(PROMPTS[:1], **options, output_type="np").images.shape == (1, 64, 64, 3)
+    assert (snapshot.spec.config["sample_size"], pipeline.transformer.config.sample_size) == (128, 8)
+    of_its_own_size = {key: value for key, value in options.items() if key not in ("height", "width")}
+    assert pipeline(PROMPTS[:1], **of_its_own_size, output_type="np").images.shape == (1, 64, 64, 3)
 
 
 def test_a_model_that_is_no_flow_is_refused(store: LatentStore, tmp_path: Path) -> None:

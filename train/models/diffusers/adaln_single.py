@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ..conditioning import Conditioning
 from ..cross_attention import CaptionLayout, arrange_captions
 from ..layers import add_gated, at_least_float32, modulate, residual_stream, without_autocast
-from .model import DiffusersModel, add_positions, initialize
+from .model import Config, DiffusersModel, add_positions, initialize
 
 LINEAR_EPS = 1e-15  # of the sums of linear attention, as in diffusers
 
@@ -31,6 +31,22 @@ class AdaLNSingle(DiffusersModel):
     embed_name: str
     time_name: str
     zeros: tuple[str, ...] = ()
+    normalisation = "scale"
+
+    @classmethod
+    def positions_scale(cls, config: Config) -> float | None:
+        """The class's divisor of positions, which count in tokens of its grid of sample_size; None: it adds none."""
+        return config["interpolation_scale"]
+
+    @classmethod
+    def config_to_draw(cls, config: Config, side: int) -> Config:
+        """The class divides positions by their grid's side and by a scale, so the scale follows the side."""
+        patch, scale = config["patch_size"], cls.positions_scale(config)
+        learned, drawn = config["sample_size"] // patch, side // patch
+        if drawn == learned:
+            return config
+        drawn_scale = None if scale is None else scale * drawn / learned
+        return config | {"sample_size": drawn * patch, "interpolation_scale": drawn_scale}
 
     def optimize(self) -> None:
         embed = getattr(self.net, self.embed_name)

@@ -31,7 +31,7 @@ class Flux2(Flux1):
         "flux2-tiny": size(2, 4, 4, (8, 8, 8, 8)),
     }
     text_classes = ({"causal_lm": ("Qwen3ForCausalLM", "Qwen2TokenizerFast")},)
-    downscale, vae = 16, "AutoencoderKLFlux2"
+    downscale, vae, normalisation = 16, "AutoencoderKLFlux2", "batch norm"
     texts = (TextInput(name="Qwen3", tokens=512, width=7680),)
     roles = {  # noqa: RUF012
         "hidden": ("transformer_blocks.*", "single_transformer_blocks.*"),

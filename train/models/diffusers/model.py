@@ -26,6 +26,9 @@ Config = dict[str, Any]
 # Kind of a text encoder in a precompute recipe -> its class in a pipeline's folder, and that of its tokenizer.
 T5 = {"t5": ("T5EncoderModel", "T5Tokenizer")}
 GEMMA = {"gemma2": ("Gemma2Model", "GemmaTokenizer")}
+# What a pipeline of diffusers undoes before its VAE decodes: scaling_factor of the VAE's config; it and shift_factor;
+# latents_mean and latents_std; the running statistics of the VAE's batch norm, which are weights.
+Normalisation = Literal["scale", "scale and shift", "mean and std", "batch norm"]
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 TEXT_ATTENTION = ("add_q_proj", "add_k_proj", "add_v_proj")  # of a stream of captions
 TWO_STREAMS = tuple(f"attn.{name}" for name in (*ATTENTION, *TEXT_ATTENTION, "to_add_out"))
@@ -54,6 +57,10 @@ class DiffusersModel(nn.Module):
       roles: what its linear layers and convolutions do, by their names in ``net``: see ``roles.py``.
       adapted: ends of the names of the linear layers that get adapters by default; their role is "hidden".
       has_convolutions: the feed-forward layers of its blocks are convolutions.
+      normalisation: what its pipeline undoes before the VAE decodes.
+      drawn_px: side of the images that its pipeline draws by default; 0: as the config's sample_size says.
+      binned_sides: values of sample_size for which its pipeline has a table of sizes; for others it raises an error
+        unless use_resolution_binning=False. Empty: it has no tables.
       residual: dtype of the residual stream under autocast to bfloat16; in any other precision it is float32.
       is_flow: it gives a velocity alone, so it trains with flow matching alone.
       samples_flows: its pipeline takes schedulers of flows.
@@ -74,6 +81,9 @@ class DiffusersModel(nn.Module):
     downscale: ClassVar[int] = 8
     vae: ClassVar[str] = "AutoencoderKL"
     roles: ClassVar[RolePatterns]
+    normalisation: ClassVar[Normalisation] = "scale and shift"
+    drawn_px: ClassVar[int] = 1024
+    binned_sides: ClassVar[tuple[int, ...]] = ()
     adapted: ClassVar[tuple[str, ...]] = ATTENTION
     has_convolutions: ClassVar[bool] = False
     is_flow: ClassVar[bool] = False
@@ -116,6 +126,17 @@ class DiffusersModel(nn.Module):
     def patch_side(cls, spec: ModelSpec) -> int:
         """Side of a patch, in latent pixels."""
         return spec.config.get("patch_size", cls.patch)
+
+    @classmethod
+    def config_to_draw(cls, config: Config, side: int) -> Config:
+        """The config of a model for its pipeline to draw ``side`` latent pixels by default, with the same positions.
+
+        diffusers' classes with a ``sample_size`` also measure positions by it. The others are left as they are.
+
+        Args:
+          config: all arguments of diffusers' class.
+        """
+        return config
 
     @classmethod
     def most_tokens(cls, spec: ModelSpec) -> int | None:

@@ -36,6 +36,7 @@ class PixArt(AdaLNSingle):
         "embedding": ("pos_embed.proj", "adaln_single.emb.*", "caption_projection.*"),
         "head": ("proj_out",),
     }
+    drawn_px, binned_sides = 0, (32, 64, 128, 256)
     embed_name, time_name, zeros = "pos_embed", "adaln_single", ("proj_out", "attn2.to_out.0")
 
     @classmethod
@@ -43,3 +44,8 @@ class PixArt(AdaLNSingle):
         # Positions of all resolutions share one span, so that 256 px are trained on to 512 (pe_interpolation).
         scale = spec.base_size / SIGMA_BASE if spec.name == "pixart-sigma" else None
         return super().config(spec) | {"sample_size": spec.base_size, "interpolation_scale": scale}
+
+    @classmethod
+    def positions_scale(cls, config: Config) -> float:
+        scale = config["interpolation_scale"]
+        return max(config["sample_size"] // SIGMA_BASE, 1) if scale is None else scale

@@ -42,13 +42,13 @@ class QwenImage(DiffusersModel):
     family, recipe, patch, is_flow = "qwen-image", "qwen-image-1024", 2, True
     sizes = {"qwen-image": size(60, 24, (16, 56, 56)), "qwen-image-tiny": size(4, 4, (8, 12, 12))}  # noqa: RUF012
     text_classes = ({"causal_lm": ("Qwen2_5_VLForConditionalGeneration", "Qwen2Tokenizer")},)
-    text_width, vae = 3584, "AutoencoderKLQwenImage"
     roles = {  # noqa: RUF012
         "hidden": ("*.attn.*", "*.img_mlp.*", "*.txt_mlp.*"),
         "modulation": ("*.img_mod.1", "*.txt_mod.1", "norm_out.linear"),
         "embedding": ("img_in", "txt_in", "time_text_embed.*"),
         "head": ("proj_out",),
     }
+    text_width, vae, normalisation = 3584, "AutoencoderKLQwenImage", "mean and std"
     adapted, takes_reference = TWO_STREAMS, True
 
     @classmethod

@@ -50,6 +50,7 @@ class Sana(AdaLNSingle):
         "head": ("proj_out",),
     }
     embed_name, time_name, has_convolutions = "patch_embed", "time_embed", True
+    binned_sides = (16, 32, 64, 128)
 
     @classmethod
     def config(cls, spec: ModelSpec) -> Config:

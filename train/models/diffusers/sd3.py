@@ -72,12 +72,17 @@ class SD3(DiffusersModel):
         "embedding": ("pos_embed.proj", "context_embedder", "time_text_embed.*"),
         "head": ("proj_out",),
     }
-    adapted = TWO_STREAMS
+    adapted, drawn_px = TWO_STREAMS, 0
 
     @classmethod
     def needs(cls, spec: ModelSpec) -> Config:
         widths = {"joint_attention_dim": spec.caption_width, "pooled_projection_dim": spec.pooled_width}
         return {"in_channels": spec.channels, "out_channels": spec.out_channels} | widths
+
+    @classmethod
+    def config_to_draw(cls, config: Config, side: int) -> Config:
+        """Positions are a table among the weights, so that sample_size is only drawn."""
+        return config | {"sample_size": side // config["patch_size"] * config["patch_size"]}
 
     @classmethod
     def most_tokens(cls, spec: ModelSpec) -> int:
