@@ -20,7 +20,7 @@ from ...datasets.store import LatentStore
 from ..models.spec import ModelSpec
 from ..optim.precision import SMALLEST_SCALE, LossScale, autocast_dtype
 from ..parallel.ranks import Ranks, all_gather
-from .flops import latent_size_of, tokens_per_image, train_flops
+from .flops import latent_size_of, mean_train_flops, tokens_per_image, train_flops
 from .gpus import gpu_by_name
 from .history import NUM_BANDS, StepReport
 
@@ -169,10 +169,15 @@ class Meter:
         interval.results.append(result)
         interval.images += batch.global_size
         interval.tokens += batch.global_size * tokens_per_image(self._spec, size)
-        if self._peak:  # all images as if with captions of the mean length of this rank's
-            lengths = batch.text.lengths if self._spec.takes_text and batch.text else ()
-            tokens = self._spec.joined_tokens or sum(lengths) / max(1, len(lengths))
-            interval.flops += batch.global_size * train_flops(self._spec, size, tokens)
+        if self._peak:
+            interval.flops += batch.global_size * self._flops_per_image(batch, size)
+
+    def _flops_per_image(self, batch: Batch, latent_size: tuple[int, int]) -> float:
+        """The mean over the images of this rank, which stands for all ranks."""
+        if self._spec.texts:
+            return train_flops(self._spec, latent_size, self._spec.joined_tokens)
+        lengths = batch.text.lengths if batch.text else ()
+        return mean_train_flops(self._spec, latent_size, lengths or (1,))  # this rank may have no image
 
     def flush(self, *, due: bool, at_once: bool) -> list[StepReport]:
         """Read the report that was due before; if one is due now, begin to copy its figures. A collective call.

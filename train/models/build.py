@@ -80,6 +80,12 @@ def patch_of(spec: ModelSpec) -> int:
     return FAMILIES[family].patch_side(spec) if family else size_of(spec.name)[-1]
 
 
+def caption_multiple(spec: ModelSpec) -> int:
+    """Captions of a model that reads valid tokens are padded to a multiple of so many tokens."""
+    family = family_of(spec.name)
+    return FAMILIES[family].caption_multiple if family else 1
+
+
 def has_convolutions(spec: ModelSpec) -> bool:
     """Whether the blocks have convolutions."""
     family = family_of(spec.name)

@@ -6,7 +6,7 @@ import pytest
 
 from leandit.train.metrics.flops import forward_flops, tokens_per_image, train_flops
 from leandit.train.metrics.gpus import GPUS, gpu_by_name
-from leandit.train.models.spec import AdapterSpec, ModelSpec
+from leandit.train.models.spec import ModelSpec, ProjectorSpec
 
 
 def dit(name: str) -> ModelSpec:
@@ -29,15 +29,24 @@ def test_the_flops_are_twice_the_macs_of_the_papers_and_count_captions() -> None
         assert forward_flops(PIXART, (64, 64), tokens) / 2e9 == pytest.approx(gmac, rel=0.002)
 
 
-def test_frozen_weights_cost_two_forwards_and_adapters_three() -> None:
-    adapter = AdapterSpec(rank=16, alpha=16, targets=("attn2.to_k", "attn2.to_v"))
-    adapted, tokens, width, rank, depth = PIXART.model_copy(update={"adapter": adapter}), 120, 1152, 16, 28
-    products = 2 * depth * 2 * tokens * rank * (width + width)  # of A and B, for keys and values
-    assert forward_flops(adapted, (64, 64), tokens) - forward_flops(PIXART, (64, 64), tokens) == products
-    image_tokens = 32 * 32
-    attention = 2 * depth * 2 * width * image_tokens * (image_tokens + tokens)  # to image tokens and to the caption
-    frozen = forward_flops(PIXART, (64, 64), tokens) - attention
-    assert train_flops(adapted, (64, 64), tokens) == 3 * (attention + products) + 2 * frozen
+def test_the_captions_of_z_image_count_at_its_published_size() -> None:
+    """Those of 512 tokens beyond those of 32, with 4,096 of the image: matrices and attention."""
+    spec = ModelSpec(name="z-image", channels=16, out_channels=16, num_classes=0, caption_width=2560, base_size=128)
+    width, hidden, depth, refiners = 3840, 10240, 30, 2
+    matrices = 4 * width * width + 3 * width * hidden  # of a block
+    image, text, least = 4096, 512, 32
+    joined = depth * ((text - least) * matrices + 2 * width * ((image + text) ** 2 - (image + least) ** 2))
+    of_text = refiners * ((text - least) * matrices + 2 * width * (text**2 - least**2))
+    more = joined + of_text + (text - least) * width * (2560 + 4 * 16)  # and in embedder and final layer
+    assert forward_flops(spec, (128, 128), 512) - forward_flops(spec, (128, 128), 32) == 2 * more
+
+
+def test_projectors_count_in_training_alone() -> None:
+    plain = dit("DiT-S/2")
+    aligned = plain.model_copy(update={"projectors": {"dinov2": ProjectorSpec(block=4, width=2048, feature_width=768)}})
+    projector = 2 * 256 * (384 * 2048 + 2048 * 2048 + 2048 * 768)  # for 256 tokens
+    assert forward_flops(aligned, (32, 32)) == forward_flops(plain, (32, 32))
+    assert train_flops(aligned, (32, 32)) - train_flops(plain, (32, 32)) == 3 * projector
 
 
 DRIVERS = {

@@ -51,6 +51,7 @@ class DiffusersModel(nn.Module):
       recipe: precompute recipe whose stores fit the published sizes; other resolutions have a recipe beside it.
       texts: the text encoders that the model reads, padding included; empty: the valid tokens of one.
       text_width: of the valid tokens that the published sizes read.
+      caption_multiple: the valid tokens are padded to a multiple of so many.
       text_classes: of each text encoder of its pipeline the classes by kind: see ``T5``.
       downscale: pixels of a side of a latent position, of the VAE that it is published with.
       vae: class of that VAE.
@@ -77,6 +78,7 @@ class DiffusersModel(nn.Module):
     recipe: ClassVar[str]
     texts: ClassVar[tuple[TextInput, ...]] = ()
     text_width: ClassVar[int] = 0
+    caption_multiple: ClassVar[int] = 1
     text_classes: ClassVar[tuple[Mapping[str, tuple[str, str]], ...]] = (T5 | GEMMA,)
     downscale: ClassVar[int] = 8
     vae: ClassVar[str] = "AutoencoderKL"

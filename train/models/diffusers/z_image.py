@@ -47,6 +47,7 @@ class ZImage(DiffusersModel):
     }
     text_classes = ({"causal_lm": ("Qwen3Model", "Qwen2Tokenizer")},)
     text_width = 2560
+    caption_multiple = STEP
     roles = {  # noqa: RUF012
         "hidden": ("*.attention.to_*", "*.feed_forward.*"),
         "modulation": ("*.adaLN_modulation.*",),
