@@ -158,8 +158,58 @@ def parse_recipe(name: str, model: type[RecipeT], values: dict[str, Any]) -> Rec
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        problems = "; ".join(_describe(problem, model) for problem in error.errors())
-        raise RecipeError(f"recipe '{name}': {problems}{'' if problems.endswith('?') else '.'}") from error
+        raise RecipeError(f"recipe '{name}': {_problems(error, model)}") from error
+
+
+def _problems(error: ValidationError, model: type[BaseModel]) -> str:
+    """Every wrong key, as a sentence."""
+    problems = "; ".join(_describe(problem, model) for problem in error.errors())
+    return problems if problems.endswith("?") else f"{problems}."
+
+
+def parse_stored(name: str, model: type[RecipeT], values: Mapping[str, Any]) -> tuple[RecipeT, dict[str, Any]]:
+    """Read values that a release has stored, perhaps another one: keys that are missing take their default.
+
+    Args:
+      name: of what is read, for messages.
+    Returns: the model, and by its dotted name each stored key that the model does not have.
+    Raises: RecipeError: a value is not valid; TypeError: the values are no mapping.
+    """
+    remaining, unknown = split_unknown(model, values)
+    try:
+        return model.model_validate(remaining), unknown
+    except ValidationError as error:
+        raise RecipeError(f"{name}: {_problems(error, model)}") from error
+
+
+def split_unknown(model: type[BaseModel], values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split stored values into those whose keys a model has, and by its dotted name each other key.
+
+    Raises: TypeError: the values are no mapping.
+    """
+    remaining: dict[str, Any] = copy.deepcopy(dict(values))
+    unknown: dict[str, Any] = {}
+    while True:
+        try:
+            model.model_validate(remaining)
+            return remaining, unknown
+        except ValidationError as error:
+            extra = [problem["loc"] for problem in error.errors() if problem["type"] == "extra_forbidden"]
+        if not extra:
+            return remaining, unknown
+        for location in extra:
+            _take_key(remaining, location, unknown)
+
+
+def _take_key(values: Any, location: Sequence[Any], taken: dict[str, Any]) -> None:
+    """Move the key at a location of nested values, if it is there, into ``taken`` under its dotted name."""
+    *outer, name = location
+    for part in outer:
+        if isinstance(values, list) or part in values:
+            values = values[part]
+    if name in values:
+        value = values.pop(name)
+        taken |= flatten({".".join(map(str, location)): value})
 
 
 def _apply_override(values: dict[str, Any], override: str, model: type[Section]) -> None:

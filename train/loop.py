@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,6 +71,7 @@ def train(
     warn: Callable[[str], None] = print_warning,
     say: Callable[[str], None] = lambda _: None,
     recipe_name: str = "",
+    continue_with: Sequence[str] = (),
 ) -> Outcome:
     """Train a model on one store or several; the same call again resumes from the newest valid checkpoint.
 
@@ -82,12 +83,15 @@ def train(
         that are not used.
       say: called by the first rank with a line for each thing that the run starts from.
       recipe_name: of the recipe, for ``starts.jsonl``.
+      continue_with: keys of the recipe that may have other values than the run has had so far, as ``run/settings.py``
+        lists them; the run goes on from its newest checkpoint.
     Raises: LeanditError: before the first step, if recipe, stores and run are incompatible.
     """
     set_allocator(device)
     ranks = read_ranks()
     with connected(ranks, device):  # what is trained is gone when the ranks part: see ``connected``
-        return _train(open_run(recipe, store_path, run, device, ranks, warn), run, report, stop, warn, say, recipe_name)
+        opened = open_run(recipe, store_path, run, device, ranks, warn, continue_with)
+        return _train(opened, run, report, stop, warn, say, recipe_name)
 
 
 def _train(

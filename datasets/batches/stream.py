@@ -180,16 +180,24 @@ class BatchStream(IterableDataset):
             "caption_odds": self.reader.caption_odds,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, reseeded: bool = False) -> None:
         """Resume from a state; ranks, workers and microbatches may differ.
 
         A state of a store that was incomplete then, and is not any more, starts the next pass.
 
+        Args:
+          reseeded: the seed may be another one: the position stays, and the rest of the pass comes in the order of the
+            new seed, so some of its records come twice in this pass and others do not come.
         Raises: RunError: the store or a setting that decides the order has changed, or the position is invalid.
         """
         if not isinstance(state, dict) or "number" not in state:
             raise RunError(f"loader state: not a state of a loader; expected what 'state_dict' returned. {RESUME}")
         current, hashes = self.state_dict(), state.get("root_hashes")
+        if reseeded:
+            state = state | {
+                "draw_seed": current["draw_seed"],
+                "order": _with_seeds(state.get("order"), current["order"]),
+            }
         _check_unchanged(state, current, ("version", "draw_seed"))
         incomplete = [content_hash_of_plan(store.plan_hash) for store in self.reader.stores]
         if self._plan and hashes == incomplete != current["root_hashes"]:
@@ -201,6 +209,16 @@ class BatchStream(IterableDataset):
             _check_unchanged(state, current, ("root_hashes", "order", "caption_odds"))
             number = _count(state, "number")
         self.number, self._num_loads = number, self._num_loads + 1
+
+
+def _with_seeds(order: Any, other: Any) -> Any:
+    """The identity of an order with the seeds of another one, at the places that both have."""
+    if isinstance(order, dict) and isinstance(other, dict):
+        same = {key: _with_seeds(value, other.get(key)) for key, value in order.items()}
+        return same | ({"seed": other["seed"]} if "seed" in order and "seed" in other else {})
+    if isinstance(order, list) and isinstance(other, list) and len(order) == len(other):
+        return [_with_seeds(mine, theirs) for mine, theirs in zip(order, other, strict=True)]
+    return order
 
 
 def _check_unchanged(state: dict[str, Any], current: dict[str, Any], names: Sequence[str], prefix: str = "") -> None:

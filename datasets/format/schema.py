@@ -34,7 +34,9 @@ BucketName = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5}x[1-9][0-9]{0,5}$")]
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    """Base of all models: keys that a newer release has added stay, unread, and count in hashes."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
 
 
 class _Sparse(_Model):

@@ -129,7 +129,7 @@ def _claim_folder(folder: Path, url: str, shown_url: str) -> None:
     if not (folder / REMOTE_ABOUT).is_file():
         write_atomic(folder / REMOTE_ABOUT, canonical_json(about))
     found = read_json(folder / REMOTE_ABOUT)
-    if found != about:
+    if not isinstance(found, dict) or found.get("url_sha256") != about["url_sha256"]:
         other = found.get("url") if isinstance(found, dict) else found
         raise StoreError(f"folder '{folder}': it belongs to store '{other}', not to '{shown_url}'. Use another one.")
 

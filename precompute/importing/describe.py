@@ -23,9 +23,10 @@ from ...datasets.format.schema import (
     TextEncoder,
     TextSpec,
 )
-from ...datasets.recipe import flatten
+from ...datasets.recipe import flatten, parse_stored
 from ..config import TextSection, VaeSection
 from .plan import CommonFormat, ScannedRecord, bucket_of
+from .recipe import ImportRecipe
 from .source import Reader, RecordHeader
 
 
@@ -152,8 +153,15 @@ def recipe_of(reader: Reader) -> dict[str, Any]:
 
 
 def differing_settings(spec: StoreSpec, reader: Reader) -> list[str]:
-    """Settings that differ from those of the store, as "key was 1, is 2"."""
-    old, new = flatten(spec.recipe.get("import", {})), flatten(recipe_of(reader))
+    """Settings that differ from those of the store, as "key was 1, is 2".
+
+    The store may be of another release: keys that it lacks have their default, keys of the other release are left out.
+    """
+    stored = dict(spec.recipe.get("import", {}))
+    kind = stored.pop("kind", None)
+    recipe, _ = parse_stored("recipe of the store", ImportRecipe, stored)
+    old = flatten({"kind": kind} | recipe.model_dump())
+    new = flatten(recipe_of(reader))
     keys = sorted((old.keys() | new.keys()) - {"source.max_reject_share", "source.max_rejects_in_a_row"})
     return [f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)]
 

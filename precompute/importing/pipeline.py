@@ -15,7 +15,7 @@ from typing import get_args
 from ...datasets.errors import FingerprintMismatch, RecipeError, RecordRejected, SourceError
 from ...datasets.format.layout import Task
 from ...datasets.format.schema import Manifest, StoreSpec
-from ...datasets.recipe import parse_recipe
+from ...datasets.recipe import parse_stored
 from ...datasets.revisions.plan import FrozenPlan, freeze_plan
 from ...datasets.revisions.writer import StoreWriter, row_checksum
 from ..planning.images import num_threads
@@ -103,7 +103,8 @@ def load_importer(spec: StoreSpec, source: Path) -> Importer:
     """What repairs an imported store; raises SourceError: the features cannot be read."""
     settings = dict(spec.recipe["import"])
     kind = str(settings.pop("kind"))
-    reader = open_reader(kind, source, parse_recipe("import", ImportRecipe, settings))
+    recipe, _ = parse_stored("recipe of the store", ImportRecipe, settings)
+    reader = open_reader(kind, source, recipe)
     return Importer(reader=reader, listing=listing_hash(list(reader.entries())))
 
 

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import ValidationError
 from safetensors.torch import save as safetensors_of
 
 from ...datasets.disk.files import write_folder
 from ...datasets.disk.hashing import canonical_json, read_json
 from ...datasets.disk.strays import sweep_strays
-from ...datasets.errors import EncoderError, RunError
+from ...datasets.errors import EncoderError, RecipeError, RunError
 from ...datasets.format.schema import UNKNOWN
+from ...datasets.recipe import parse_stored
 from ...train.models.build import FAMILIES, family_of
 from ...train.models.diffusers.adapters import ADAPTER
 from ...train.models.diffusers.model import DiffusersModel
@@ -145,7 +145,8 @@ def fitting_layout(run: Path) -> Layout | None:
     Raises: IndexError: there is no snapshot.
     """
     state = read_json(find(SNAPSHOT, run)[-1] / STATE)
-    spec, objective = ModelSpec.model_validate(state["spec"]), ObjectiveSection.model_validate(state["objective"])
+    spec = ModelSpec.model_validate(state["spec"])
+    objective, _ = parse_stored("objective", ObjectiveSection, state["objective"])
     if spec.adapter or not obstacle("diffusers", spec, objective, state):
         return "diffusers"
     return None if obstacle("official", spec, objective, state) else "official"
@@ -297,14 +298,16 @@ def encoder_folders(snapshot: Snapshot, vae_place: str | None, text_place: str |
     # Name, section of the recipe, subfolder, stem of the weights ("": a tokenizer), and their hash.
     wanted: list[tuple[str, VaeSection | TextSection, str, str, str]] = []
     try:
-        section = VaeSection.model_validate(vae["model"] | ({"model": vae_place} if vae_place else {}))
+        section, _ = parse_stored("vae", VaeSection, vae["model"] | ({"model": vae_place} if vae_place else {}))
         wanted.append(("vae", section, section.subfolder, files.VAE_WEIGHTS, vae["weights_sha256"]))
         for suffix, text in texts.items():
-            section = TextSection.model_validate(text["model"] | ({"model": text_place} if text_place else {}))
+            section, _ = parse_stored(
+                "text", TextSection, text["model"] | ({"model": text_place} if text_place else {})
+            )
             made_with = text["weights_sha256"]
             wanted.append((f"text_encoder{suffix}", section, section.subfolder, files.TEXT_WEIGHTS, made_with))
             wanted.append((f"tokenizer{suffix}", section, section.tokenizer_subfolder, "", UNKNOWN))
-    except (ValidationError, TypeError) as error:
+    except (RecipeError, TypeError) as error:
         raise EncoderError(f"snapshot '{snapshot.path}': it does not name its encoders ({error}).") from error
     folders: dict[str, Path] = {}
     for name, section, subfolder, stem, made_with in wanted:

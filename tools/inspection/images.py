@@ -18,6 +18,7 @@ from ...datasets.format.buckets import bucket_size
 from ...datasets.format.schema import LatentSpec
 from ...datasets.format.token_dtypes import widen_latents
 from ...datasets.order.slices import spread
+from ...datasets.recipe import parse_stored
 from ...datasets.revisions.local import vae_of
 from ...datasets.store import LatentStore
 from ...precompute.config import SourceSection, VaeSection
@@ -130,7 +131,7 @@ def _load(section: Any, vae: str | None, device: torch.device) -> ImageEncoder:
 
     other = {"model": vae, "subfolder": "", "revision": ""} if vae else {}
     try:
-        vae_section = VaeSection.model_validate(section | other | {"dtype": "float32"})
+        vae_section, _ = parse_stored("vae", VaeSection, section | other | {"dtype": "float32"})
     except (ValueError, TypeError) as error:  # of pydantic too
         raise EncoderError(f"section [vae] of the recipe is invalid ({error}). Pass a VAE with --vae PATH.") from error
     try:
@@ -391,7 +392,8 @@ def read_originals(store: LatentStore, source: SourcePaths, keys: Sequence[str])
     Raises: SourceError.
     """
     images = store.spec.images
-    section = SourceSection.model_validate(store.spec.recipe.get("source", {}))  # an imported store has none
+    stored = store.spec.recipe.get("source", {})  # an imported store has none
+    section, _ = parse_stored(f"recipe of store '{store.path}'", SourceSection, stored)
     listed = list_sources(source, section, needs_labels=False)
     remaining, originals = set(keys), dict[str, np.ndarray]()
     how = {"crop": images.crop, "resize_filter": images.resize_filter}

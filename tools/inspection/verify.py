@@ -118,7 +118,7 @@ def loaded_runner(store: Path, source: SourcePaths, device: Any, overrides: list
 
     Raises: FingerprintMismatch: other encoders made the newest revision.
     """
-    from ...datasets.recipe import parse_with_overrides
+    from ...datasets.recipe import parse_with_overrides, split_unknown
     from ...datasets.revisions.local import openable
     from ...precompute.config import PrecomputeRecipe
     from ...precompute.encoders.loading import describe_store, load_encoders
@@ -130,7 +130,8 @@ def loaded_runner(store: Path, source: SourcePaths, device: Any, overrides: list
     from ...precompute.sources.several import list_sources
 
     spec = _newest_spec(store)
-    recipe = parse_with_overrides(str(store), PrecomputeRecipe, openable(spec, store).recipe, overrides)
+    stored, _ = split_unknown(PrecomputeRecipe, openable(spec, store).recipe)  # perhaps of another release
+    recipe = parse_with_overrides(str(store), PrecomputeRecipe, stored, overrides)
     listed = list_sources(source, recipe.source, recipe.companion_columns, needs_labels=recipe.needs_labels)
     with nothing_fetched(), Decoders(num_threads()) as decoders:
         encoders = load_encoders(recipe, device)

@@ -20,6 +20,7 @@ from ...datasets.errors import EncoderError, RunError, StoreError
 from ...datasets.format.schema import UNKNOWN
 from ...datasets.order.shuffle import keyed_hash
 from ...datasets.order.slices import spread
+from ...datasets.recipe import parse_stored
 from ...datasets.revisions.catalog import read_manifest, sealed_revisions
 from ...datasets.revisions.local import encoder_section, vae_of
 from ...datasets.store import LatentStore
@@ -237,7 +238,7 @@ class Captions:
     def _encode(self, name: str, captions: list[str]) -> list[PackedCaptions]:
         made, what = self._encoders[name], f"text encoder '{name}'" if name else "text encoder"
         other = {"model": self._text, "subfolder": "", "tokenizer_subfolder": "", "revision": ""} if self._text else {}
-        section = TextSection.model_validate(made["model"] | other)
+        section, _ = parse_stored(f"snapshot '{self._snapshot.path}', {what}", TextSection, made["model"] | other)
         try:
             with contextlib.nullcontext() if self._text else nothing_fetched():
                 tokenizer = CaptionTokenizer(section)

@@ -1,7 +1,8 @@
 """The figures of a run: a report as the trainer writes it, and ``metrics.jsonl`` and ``starts.jsonl`` read again.
 
 It needs no torch. A last line without an end belongs to a writer that still writes or was killed, and is left out.
-Every other line must have every figure. A million steps take seconds.
+Lines may be of another release: a figure that a line lacks is not known there, a figure that this release does not know
+is left out. A million steps take seconds.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from ...datasets.errors import DamageError
 from ..weights.folders import METRICS, STARTS
@@ -27,7 +28,7 @@ LARGEST = 1e200  # a larger number is damage: no figure of a run comes near it
 SMOOTHED_SHARE = 0.02  # of a run, over which a smoothed line averages
 QUIET_LINES, QUIET_SECONDS = 10, 300.0  # a run that has reported nothing for longer than both has stopped
 NOT_BEGUN, RUNNING, STOPPED, FINISHED = "not begun", "running", "stopped", "finished"
-ReadT = TypeVar("ReadT")
+ReadT = TypeVar("ReadT", bound=BaseModel)
 Bands = Annotated[list[float | None], Field(min_length=NUM_BANDS, max_length=NUM_BANDS)]
 Times = Annotated[list[float | None], Field(min_length=NUM_TIMES, max_length=NUM_TIMES)]
 
@@ -96,13 +97,6 @@ class StepReport:
     loss_terms: dict[str, float]
     held_out: HeldOutLoss | None
 
-    @property
-    def is_finite(self) -> bool:
-        """All losses and terms are."""
-        held_out = self.held_out and (self.held_out.loss, self.held_out.averaged_loss)
-        losses = (self.loss, *self.loss_terms.values(), *(held_out or ()))
-        return all(loss is not None and math.isfinite(loss) for loss in losses)
-
 
 class Start(BaseModel):
     """One start of a run, and the keys of a line of ``starts.jsonl``: each call that trains adds one.
@@ -117,24 +111,41 @@ class Start(BaseModel):
       strategy: of ``parallel.strategy``, resolved.
       precision: that it computes in: of the recipe, or fp32 where that is bf16 and the device has no fast one.
       versions: of this package and of the libraries.
+      changed: settings that ``--continue-with`` has changed: by key, the value before and the value from here on.
     """
 
     model_config = ConfigDict(frozen=True)
 
     time: str
     from_step: int
-    reached_step: int
-    recipe: str
-    machine: str
-    device: str
-    world_size: int
-    num_machines: int
-    strategy: str
-    precision: str
-    versions: dict[str, str]
+    reached_step: int = 0
+    recipe: str = ""
+    machine: str = ""
+    device: str = ""
+    world_size: int = 1
+    num_machines: int = 1
+    strategy: str = ""
+    precision: str = ""
+    versions: dict[str, str] = {}
+    changed: dict[str, tuple[Any, Any]] = {}
 
 
-REPORT, START = TypeAdapter(StepReport), TypeAdapter(Start)
+def _line_of(figures: type, name: str, *, required: Sequence[str] = (), **parts: Any) -> type[BaseModel]:
+    """A model of a stored line: as some figures, each of which a line may lack, but for required ones.
+
+    Args:
+      figures: a dataclass.
+      parts: types in place of those of the dataclass.
+    """
+    hints = get_type_hints(figures, include_extras=True) | parts
+    fields: dict[str, Any] = {key: (hint if key in required else (hint | None), None) for key, hint in hints.items()}
+    for key in required:
+        fields[key] = (hints[key], ...)
+    return create_model(name, **fields)
+
+
+HeldOutLine = _line_of(HeldOutLoss, "HeldOutLine")
+ReportLine = _line_of(StepReport, "ReportLine", required=["step"], held_out=HeldOutLine)
 NUMBERS = [one.name for one in dataclasses.fields(StepReport) if str(one.type).split()[0] in ("int", "float")]
 
 
@@ -215,29 +226,45 @@ def read_history(run: Path) -> History:
     columns = {name: _numbers(getattr(report, name) for report in reports) for name in NUMBERS}
     for name in ("loss", "averaged_loss", "share"):
         columns[f"held_out.{name}"] = _numbers(one and getattr(one, name) for one in held_out)
-    names = list(dict.fromkeys(name for report in reports for name in report.loss_terms))[:MOST_TERMS]
-    bands = [report.loss_by_time for report in reports]
-    times = [one.averaged_loss_by_time if one else [None] * NUM_TIMES for one in held_out]
+    terms = [report.loss_terms or {} for report in reports]
+    names = list(dict.fromkeys(name for values in terms for name in values))[:MOST_TERMS]
+    bands = [report.loss_by_time or [None] * NUM_BANDS for report in reports]
+    times = [(evaluated and evaluated.averaged_loss_by_time) or [None] * NUM_TIMES for evaluated in held_out]
     return History(
         steps=np.array([report.step for report in reports], np.int64),
         columns=columns,
         loss_by_time=_numbers(bands).reshape(-1, NUM_BANDS),
         held_out_by_time=_numbers(times).reshape(-1, NUM_TIMES),
-        terms={name: _numbers(report.loss_terms.get(name) for report in reports) for name in names},
+        terms={name: _numbers(values.get(name) for values in terms) for name in names},
         is_evaluated=np.array([one is not None for one in held_out], bool),
-        is_finite=np.array([report.is_finite for report in reports], bool),
+        is_finite=np.array([all_finite(report) for report in reports], bool),
         num_repeated=len(lines) - len(reports),
         is_cut=is_cut,
         written=written,
     )
 
 
-def parse_reports(path: Path, lines: Iterable[bytes]) -> list[StepReport]:
-    """The reports in the lines of a metrics file.
+def parse_reports(path: Path, lines: Iterable[bytes]) -> list[Any]:
+    """The reports in the lines of a metrics file, as ``StepReport``; a figure that a line lacks is None.
 
-    Raises: DamageError: a line lacks a figure, or has another value in its place.
+    Raises: DamageError: a line lacks the step, or has something else in place of a figure.
     """
-    return [_parsed(REPORT, path, number, line, "report") for number, line in enumerate(lines, 1)]
+    return [_parsed(ReportLine, path, number, line, "report") for number, line in enumerate(lines, 1)]
+
+
+def all_finite(report: Any) -> bool:
+    """Whether all losses and terms that a line has are finite.
+
+    Args:
+      report: of ``parse_reports``. A held-out loss of None was not finite, a missing one is not known.
+    """
+    losses = list((report.loss_terms or {}).values())
+    if report.loss is not None:
+        losses.append(report.loss)
+    if report.held_out:
+        names = report.held_out.model_fields_set & {"loss", "averaged_loss"}
+        losses += [getattr(report.held_out, name) for name in names]
+    return all(loss is not None and math.isfinite(loss) for loss in losses)
 
 
 def read_starts(run: Path) -> list[Start]:
@@ -247,7 +274,7 @@ def read_starts(run: Path) -> list[Start]:
     """
     path = run / STARTS
     lines = path.read_bytes().splitlines() if path.is_file() else ()
-    return [_parsed(START, path, number, line, "start") for number, line in enumerate(lines, 1)]
+    return [_parsed(Start, path, number, line, "start") for number, line in enumerate(lines, 1)]
 
 
 def whole_lines(path: Path) -> tuple[list[bytes], bool]:
@@ -275,9 +302,9 @@ def smoothed(y: np.ndarray, share: float = SMOOTHED_SHARE) -> np.ndarray:
         return (sums[high] - sums[low]) / (counts[high] - counts[low])
 
 
-def _parsed(kind: TypeAdapter[ReadT], path: Path, number: int, line: bytes, name: str) -> ReadT:
+def _parsed(kind: type[ReadT], path: Path, number: int, line: bytes, name: str) -> ReadT:
     try:
-        return kind.validate_json(line, strict=True)
+        return kind.model_validate_json(line, strict=True)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         reason = ": ".join(filter(None, [".".join(map(str, problem["loc"])), problem["msg"]]))

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -137,7 +138,15 @@ def _scalars(values: dict[str, Any], offset: float) -> dict[str, float]:
 
 
 def write_start(
-    run: Path, recipe: TrainRecipe, device: torch.device, ranks: Ranks, *, name: str, step: int, reached_step: int
+    run: Path,
+    recipe: TrainRecipe,
+    device: torch.device,
+    ranks: Ranks,
+    *,
+    name: str,
+    step: int,
+    reached_step: int,
+    changed: Mapping[str, tuple[Any, Any]],
 ) -> None:
     """Append a start of the first rank to those of a run.
 
@@ -145,6 +154,7 @@ def write_start(
       name: of the recipe.
       step: from which the run starts or resumes.
       reached_step: the last one that was reported before.
+      changed: settings that ``--continue-with`` has changed: by key, the old and the new value.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     on_gpu, cpu = device.type == "cuda", f"{platform.machine()} CPU, {cores} cores"
@@ -161,6 +171,7 @@ def write_start(
         strategy=choose_strategy(recipe.parallel, ranks),
         precision=computed_in(recipe.run.precision, device),
         versions={"leandit": __version__, "python": platform.python_version()} | installed,
+        changed=dict(changed),
     )
     path = run / STARTS
     before = path.read_bytes() if path.is_file() else b""

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
+
+OFF = (None, False, 0, "", "none", [], {})  # values of an option that is not used
 
 
 class Frozen(BaseModel):
-    """A part of the specification."""
+    """A part of the specification.
+
+    A stored one may be of another release: an option that this release does not have is left out where it is off.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_options_that_are_off(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if name in cls.model_fields or value not in OFF}
 
 
 class DiTOptions(Frozen):

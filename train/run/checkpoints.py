@@ -43,7 +43,7 @@ from ..weights.checkpoint import (
 from ..weights.folders import RECIPE, RUN
 from ..weights.init_from import FrozenWeights
 from .data import buckets_at
-from .manifest import RunManifest, check_settings, new_manifest
+from .manifest import new_manifest
 from .state import Run
 
 LOG = logging.getLogger(__name__)
@@ -53,7 +53,11 @@ Folder = tuple[str, Groups, Mapping[str, Any]]
 
 
 class Progress(BaseModel, strict=True):
-    """The part of a checkpoint's ``state.json`` that resumes a run."""
+    """The part of a checkpoint's ``state.json`` that resumes a run.
+
+    Args:
+      seed: of the recipe when it was saved; None: not recorded.
+    """
 
     step: int
     spec: ModelSpec
@@ -61,23 +65,21 @@ class Progress(BaseModel, strict=True):
     loader: dict[str, Any]
     loss_scale: dict[str, Any] | None = None
     frozen: FrozenWeights | None = None
+    seed: int | None = None
 
 
 # ------------------------------------------------------------------------------------------------------------- resume
 
 
-def start_or_resume(run: Run, folder: Path, manifest: RunManifest | None, warn: Callable[[str], None]) -> None:
+def start_or_resume(run: Run, folder: Path, warn: Callable[[str], None]) -> None:
     """Load the newest valid checkpoint of the run, or write the manifest of a new run; a collective call.
 
     Only the first rank reads and writes; it sends the other ranks what it has read, or its error.
 
     Args:
-      manifest: of the run, None for a new one.
       warn: called for each damaged checkpoint; it is renamed, never deleted.
-    Raises: RunError: the run has another model or recipe; DamageError: no checkpoint is valid.
+    Raises: RunError: the run has another model; DamageError: no checkpoint is valid.
     """
-    if manifest:
-        check_settings(folder, manifest, run.recipe, run.spec)
     has_any = from_first(run.ranks, lambda: bool(checkpoint.find(CHECKPOINT, folder)))
     targets = {group: run.engine.state(group) for group in GROUPS} if has_any else {}
     groups: dict[str, Mapping[str, Tensor]] = {}  # of the first rank
@@ -97,7 +99,8 @@ def start_or_resume(run: Run, folder: Path, manifest: RunManifest | None, warn: 
         LOG.info("run '%s': no checkpoint, so it starts at step 0", folder)
         return
     LOG.info("run '%s': the checkpoint of step %d is valid, and the newest", folder, progress.step)
-    run.loader.dataset.load_state_dict(progress.loader)  # first, because it may be refused
+    is_reseeded = "run.seed" in run.changed or progress.seed not in (None, run.recipe.run.seed)
+    run.loader.dataset.load_state_dict(progress.loader, reseeded=is_reseeded)  # first, because it may be refused
     for group in GROUPS:
         run.engine.load(group, groups.get(group, {}))
     if progress.loss_scale and run.engine.loss_scale:
@@ -226,6 +229,7 @@ def capture(run: Run, kinds: Sequence[str], *, interrupted: bool = False) -> lis
             loader=run.loader.dataset.state_dict(),
             loss_scale=None if engine.loss_scale is None else engine.loss_scale.state_dict(),
             frozen=run.frozen,
+            seed=recipe.run.seed,
         )
         folders.append((SNAPSHOT, rest | {MODEL: buffers | first}, extra | young | stopped))
         folders.append((CHECKPOINT, groups, progress.model_dump()))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...datasets.errors import RecipeError, RunError
 from ...datasets.format.buckets import bucket_size
@@ -40,9 +40,13 @@ class Place(NamedTuple):
     buckets: Sequence[str] = ()
 
 
-def model_for_stores(recipe: TrainRecipe, stores: Sequence[LatentStore]) -> tuple[ModelSpec, LatentStore]:
+def model_for_stores(
+    recipe: TrainRecipe, stores: Sequence[LatentStore], learned: ModelSpec | None = None
+) -> tuple[ModelSpec, LatentStore]:
     """The model that trains on all stores, and the store of the largest images, for whose resolution it is made.
 
+    Args:
+      learned: as in ``check_fit``.
     Raises: RunError: recipe and stores do not fit.
     """
     names = store_names(stores)
@@ -51,7 +55,7 @@ def model_for_stores(recipe: TrainRecipe, stores: Sequence[LatentStore]) -> tupl
     named_specs = [(place.name, place.spec) for place in places]
     check_alike(named_specs, captions=captions, classes=not captions, features=features)
     first = max(range(len(stores)), key=lambda number: places[number].spec.images.resolution_px)
-    return check_fit(recipe, [places.pop(first), *places]), stores[first]
+    return check_fit(recipe, [places.pop(first), *places], learned), stores[first]
 
 
 def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str, buckets: Sequence[str] = ()) -> ModelSpec:
@@ -62,9 +66,11 @@ def model_spec(recipe: TrainRecipe, store: StoreSpec, where: str, buckets: Seque
     return check_fit(recipe, [Place(f"'{where}'", store, buckets)])
 
 
-def check_fit(recipe: TrainRecipe, places: Sequence[Place]) -> ModelSpec:
+def check_fit(recipe: TrainRecipe, places: Sequence[Place], learned: ModelSpec | None = None) -> ModelSpec:
     """The model of a recipe, with the sizes of the first store.
 
+    Args:
+      learned: the model of a run that resumes: what it has of ``model.init_from`` is not read there again.
     Raises: RecipeError: the recipe is not valid for its model; RunError: with all that a store lacks for the model.
     """
     check_model_name(recipe.model.name)
@@ -72,7 +78,7 @@ def check_fit(recipe: TrainRecipe, places: Sequence[Place]) -> ModelSpec:
         raise RecipeError(contradiction)
     places = [*{place.name: place for place in places}.values()]  # a store that is named twice is listed once
     lacks = {place.name: [*_lacks(recipe, place)] for place in places}
-    spec = None if any(lacks.values()) else _spec(recipe, places[0].spec)
+    spec = None if any(lacks.values()) else _spec(recipe, places[0].spec, learned)
     if spec:
         lacks[places[0].name] += _config_lacks(recipe, spec) if spec.config else ()
         for place in places:
@@ -95,8 +101,12 @@ def _store_that_fits(recipe: TrainRecipe, resolution_px: int) -> str:
     return f". 'leandit precompute {kind}-{nearest}'{table} makes a store that fits"
 
 
-def _spec(recipe: TrainRecipe, store: StoreSpec) -> ModelSpec:
-    """The model for a store that lacks nothing, with the config of the weights to fine-tune."""
+def _spec(recipe: TrainRecipe, store: StoreSpec, learned: ModelSpec | None) -> ModelSpec:
+    """The model for a store that lacks nothing, with the config of the weights to fine-tune.
+
+    Args:
+      learned: as in ``check_fit``.
+    """
     name, source, family = recipe.model.name, recipe.model.init_from, family_of(recipe.model.name)
     num_classes, caption_width, texts = 0, 0, ()
     techniques, projectors = techniques_of(recipe), dict[str, ProjectorSpec]()
@@ -109,7 +119,16 @@ def _spec(recipe: TrainRecipe, store: StoreSpec) -> ModelSpec:
         caption_width = _joined_width(texts)
     elif store.text:
         caption_width = store.text.width
-    grid = position_grid(source) if source and not family else 0
+    # Latent side whose tokens are one position apart: the store's, or that which a DiT's weights have learned.
+    base_size = store.images.resolution_px // store.latent.downscale
+    config: dict[str, Any] = {}
+    if learned:
+        base_size = learned.base_size
+        config = learned.config
+    elif source and family:
+        config = read_config(source, family)
+    elif source and (grid := position_grid(source)):
+        base_size = grid * size_of(name)[-1]
     adapter = None
     if family and (lora := recipe.lora).rank:
         targets = tuple(lora.targets) or FAMILIES[family].adapted
@@ -120,8 +139,7 @@ def _spec(recipe: TrainRecipe, store: StoreSpec) -> ModelSpec:
         out_channels=num_outputs(recipe.objective, store.latent.channels),
         num_classes=num_classes,
         caption_width=caption_width,
-        # Latent side whose tokens are one position apart: the store's, or that which a DiT's weights have learned.
-        base_size=grid * size_of(name)[-1] if grid else store.images.resolution_px // store.latent.downscale,
+        base_size=base_size,
         options=_options(recipe),
         projectors=projectors,
         fused=routed_blocks(techniques, size_of(name)[0]) if any(technique.fuses for technique in techniques) else None,
@@ -130,7 +148,7 @@ def _spec(recipe: TrainRecipe, store: StoreSpec) -> ModelSpec:
         texts=texts,
         guidance=recipe.model.guidance,
         reference=recipe.model.reference,
-        config=read_config(source, family) if source and family else {},
+        config=config,
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +19,6 @@ from ...datasets.disk.hashing import read_json
 from ...datasets.disk.locks import release_lock, try_lock
 from ...datasets.errors import DamageError, RecipeError, RunError
 from ...datasets.format.schema import LatentStatistics
-from ...datasets.recipe import flatten
 from ...datasets.revisions.catalog import planned_revisions, sealed_revisions, unsealed
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
@@ -29,10 +27,6 @@ from ..models.spec import ModelSpec
 from ..weights.folders import RUN
 
 LOG = logging.getLogger(__name__)
-# When a run resumes, keys of [run] and [parallel] may change but these, and keys of other sections may not but
-# ``ema.keep_every``. Stores may move, and are known by their root hashes.
-FIXED_IN_RUN = {"run.seed", "run.global_batch", "run.grad_clip", "run.ema_decay"}
-PLACE_OF_A_STORE = re.compile(r"data\.(stages\.\d+\.)?(mixture\.\d+\.)?(store|revision)")
 
 
 class StoreRead(BaseModel):
@@ -43,7 +37,7 @@ class StoreRead(BaseModel):
       root_hash: of the revision; None if it was incomplete.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)  # keys of a newer release are left out
 
     path: str
     revision: Annotated[int, Field(ge=1)]
@@ -60,7 +54,7 @@ class RunManifest(BaseModel):
       statistics: of the latents as the run began, where it normalises by them.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     stores: Annotated[list[StoreRead], Field(min_length=1)]
     spec: ModelSpec
@@ -83,34 +77,6 @@ def read_run_manifest(run: Path) -> RunManifest | None:
     if run.exists() and any(not path.name.startswith(TEMPORARY_PREFIX) for path in run.iterdir()):
         raise RunError(f"run '{run}': the folder is not empty and not a run of leandit. Use another --run.")
     return None
-
-
-def check_settings(run: Path, manifest: RunManifest, recipe: TrainRecipe, spec: ModelSpec) -> None:
-    """Check that a resumed run computes the same.
-
-    Raises: RunError: naming the recipe's keys that differ.
-    """
-    before, now = flatten(manifest.recipe), flatten(recipe.model_dump())
-    fixed, free = FIXED_IN_RUN, {"ema.keep_every"}
-    if {"linear", "cosine"} & {before.get("schedule.kind"), recipe.schedule.kind}:
-        fixed = fixed | {"run.steps"}  # the rate ends at the last step
-    if spec.adapter:
-        free = free | {"model.init_from"}  # checkpoints know the frozen weights by their hash
-
-    def may_change(key: str) -> bool:
-        return (
-            (key.startswith(("run.", "parallel.")) and key not in fixed)
-            or key in free
-            or bool(PLACE_OF_A_STORE.fullmatch(key))
-        )
-
-    keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    if differing := [key for key in keys if not may_change(key)]:
-        fields = "".join(f"\n  {key} was {before.get(key)!r}, is {now.get(key)!r}" for key in differing)
-        raise RunError(
-            f"run '{run}': started with other settings. Use another --run, or resume with the settings in its "
-            f"recipe.toml. They differ in:{fields}"
-        )
 
 
 def new_manifest(

@@ -6,11 +6,13 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ... import __version__
 from ...datasets.disk.hashing import sha256_of
+from ...datasets.errors import RunError
 from ...datasets.recipe import flatten
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
@@ -21,12 +23,14 @@ from ..models.diffusers.adapters import trained_parameters
 from ..optim.ema import build_rules, first_share
 from ..parallel.deepspeed_config import read_config
 from ..parallel.deepspeed_engine import apply_ds_config
-from ..parallel.ranks import Ranks, agree, choose_strategy
+from ..parallel.ranks import Ranks, agree, choose_strategy, from_first
 from ..weights.checkpoint import YOUNG
+from ..weights.folders import CHECKPOINT, find
 from .checkpoints import start_or_resume
 from .evaluation.grids import own_subjects
 from .evaluation.held_out import Evaluation
-from .manifest import open_stores, read_run_manifest, run_lock
+from .manifest import RunManifest, open_stores, read_run_manifest, run_lock
+from .settings import OPTION, check_continued, check_settings, read_stored_recipe
 from .state import Run
 
 LOG = logging.getLogger(__name__)
@@ -40,6 +44,7 @@ def open_run(
     device: torch.device,
     ranks: Ranks,
     warn: Callable[[str], None],
+    continued: Sequence[str] = (),
 ) -> Iterator[tuple[Run, Evaluation | None]]:
     """A run and the evaluation of its held-out records, if it has some; locked against other writers within the block.
 
@@ -50,20 +55,64 @@ def open_run(
       folder: of the run; a missing or empty one begins a new run.
       ranks: of this process, connected.
       warn: called with one line for whatever the run goes on without.
+      continued: recipe keys that may have other values than before (``--continue-with``).
     Raises: LeanditError: recipe, stores and run are incompatible, or another process trains the run.
     """
-    manifest = read_run_manifest(folder)
+    check_continued(continued)
+    manifest = from_first(ranks, lambda: read_run_manifest(folder))
+    has_checkpoint = from_first(ranks, lambda: bool(find(CHECKPOINT, folder)))
     stores = open_stores(recipe, store_path, folder, manifest, warn)
     check_wandb(recipe)
     recipe = apply_ds_config(recipe, ranks, device, warn)
     agree(ranks, inputs_of(recipe, stores))
-    run = Run.open(recipe, stores, device, warn, ranks, manifest and manifest.statistics)
+    changed = _check_recipe(recipe, folder, manifest, warn, continued, has_checkpoint=has_checkpoint)
+    run = Run.open(
+        recipe,
+        stores,
+        device,
+        warn,
+        ranks,
+        statistics=manifest.statistics if manifest else None,
+        learned=manifest.spec if manifest and has_checkpoint else None,
+    )
+    run.changed = changed
     own_subjects(run)  # raises if a store does not have them
     evaluation = Evaluation(run, warn) if recipe.data.holdout and recipe.run.evaluate_every else None
     _log_settings(run)
     with run_lock(folder) if ranks.is_first else contextlib.nullcontext():
-        start_or_resume(run, folder, manifest, warn)
+        start_or_resume(run, folder, warn)
         yield run, evaluation
+
+
+def _check_recipe(
+    recipe: TrainRecipe,
+    folder: Path,
+    manifest: RunManifest | None,
+    warn: Callable[[str], None],
+    continued: Sequence[str],
+    *,
+    has_checkpoint: bool,
+) -> dict[str, tuple[Any, Any]]:
+    """Compare the recipe with that of the run, and warn of keys without effect.
+
+    Returns: as ``check_settings``.
+    Raises: RunError: they differ, or there is no checkpoint to continue with other settings.
+    """
+    if continued and not has_checkpoint:
+        raise RunError(
+            f"run '{folder}': {OPTION} {continued[0]} goes on from a checkpoint, and there is none. Use --set for a "
+            "new run."
+        )
+    if manifest is None:
+        return {}
+    stored = read_stored_recipe(manifest.recipe)
+    if stored.notice:
+        warn(f"run '{folder}': {stored.notice}")
+    changed = check_settings(folder, stored, recipe, continued)
+    source = recipe.model.init_from
+    if has_checkpoint and not recipe.lora.rank and source not in ("", stored.values["model"].get("init_from")):
+        warn(f"model.init_from '{source}' is not read: run '{folder}' resumes, and its checkpoint holds all weights")
+    return changed
 
 
 def inputs_of(recipe: TrainRecipe, stores: Sequence[LatentStore]) -> dict[str, object]:

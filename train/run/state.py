@@ -53,6 +53,7 @@ class Run:
       origin: description of the first weights.
       stores: of the recipe, in order; none in a measurement on synthetic batches, which has no loader either.
       extra: what a snapshot stores beside its tensors.
+      changed: settings that this start has changed by ``--continue-with``: by key, the old and the new value.
     """
 
     recipe: TrainRecipe
@@ -74,6 +75,7 @@ class Run:
     stores: list[LatentStore] = field(default_factory=list)
     data: BatchLoader | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+    changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
     @classmethod
     def open(
@@ -83,7 +85,9 @@ class Run:
         device: torch.device,
         warn: Callable[[str], None],
         ranks: Ranks = ALONE,
+        *,
         statistics: LatentStatistics | None = None,
+        learned: ModelSpec | None = None,
     ) -> Run:
         """A run on stores, at step 0; nothing is written. ``opening.open_run`` opens it at its newest checkpoint.
 
@@ -92,6 +96,8 @@ class Run:
           warn: called with each part of the stores that does not train.
           ranks: of this process; ``ranks.connected`` has connected it.
           statistics: of the latents, as the run began; None for a new run.
+          learned: the model of a run that has a checkpoint, which holds all weights: those of ``model.init_from`` are
+            not read, but where adapters train on them.
         Raises: RecipeError, StoreError, RunError: recipe and stores do not fit.
         """
         source = recipe.model.init_from
@@ -100,11 +106,13 @@ class Run:
                 f"lora.rank {recipe.lora.rank}: adapters need weights that they adapt. Name them with model.init_from: "
                 "a run, or a hub id or folder in diffusers' layout."
             )
-        spec, store = model_for_stores(recipe, stores)
+        spec, store = model_for_stores(recipe, stores, learned)
+        is_pretrained = bool(source) and (learned is None or spec.adapter is not None)
         loader = build_loader(recipe, stores, spec, device, warn, ranks, statistics)
         latent = loader.dataset.reader.latent_specs[0]
-        for warning in source_warnings(source, spec, store.spec.classes or [], latent) if source else ():
-            warn(warning)
+        if is_pretrained:
+            for warning in source_warnings(source, spec, store.spec.classes or [], latent):
+                warn(warning)
         nulls = null_captions(spec, lambda name: stored_null(store, name))
         run = build_run(
             recipe,
@@ -114,7 +122,7 @@ class Run:
             ranks=ranks,
             store=store.spec,
             compiled=recipe.run.compile and device.type == "cuda",
-            pretrained=True,
+            pretrained=is_pretrained,
         )
         buckets, hashes = buckets_at(recipe.data, stores, 1), [each.root_hash for each in stores]
         where = {"place": store.path, "buckets": buckets, "root_hashes": hashes}

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from ...datasets.errors import RunError
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.class_names import ClassNames
 from ...datasets.format.schema import LatentSpec, TextSpec
+from ...datasets.recipe import parse_stored
 from ..models.blocks import compile_blocks
 from ..models.build import Denoiser, build_model
 from ..models.conditioning import Conditioner
-from ..models.spec import ModelSpec
+from ..models.spec import OFF, ModelSpec
 from ..techniques.registry import ObjectiveSection
 from ..weights import checkpoint
 from ..weights.checkpoint import MODEL, NULL_CAPTION
@@ -39,6 +39,7 @@ class Snapshot(SamplingModel):
       state: the rest of what was saved (encoders, classes, buckets).
       weights_hash: XXH3-128 of the file that the weights were read from.
       weights: "averaged", or those of the checkpoint of the same step.
+      unknown: keys of its objective that this release does not have, such as those of a removed technique.
     """
 
     model: Denoiser
@@ -49,6 +50,7 @@ class Snapshot(SamplingModel):
     state: dict
     weights_hash: str = ""
     weights: Weights = "averaged"
+    unknown: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def weights_path(self) -> Path:
@@ -57,8 +59,14 @@ class Snapshot(SamplingModel):
 
     @property
     def warning(self) -> str | None:
-        """A sentence for the user if much of the average is still the initial weights, else None."""
-        return checkpoint.young_average(self.path, self.state) if self.weights == "averaged" else None
+        """What the user should know: the average is young, or this release does not have all it was trained with."""
+        young = checkpoint.young_average(self.path, self.state) if self.weights == "averaged" else None
+        used = {key: value for key, value in self.unknown.items() if value not in OFF}
+        if not used:
+            return young
+        keys = ", ".join(f"objective.{key} = {value!r}" for key, value in used.items())
+        removed = f"snapshot '{self.path}': it was trained with {keys}, which this release does not have"
+        return f"{removed}. {young}" if young else removed
 
     @property
     def class_names(self) -> ClassNames:
@@ -87,10 +95,10 @@ def load_snapshot(
     saved, source = _read(run, step, weights)
     try:
         spec = ModelSpec.model_validate(saved.state["spec"])
-        objective = ObjectiveSection.model_validate(saved.state["objective"])
+        objective, unknown = parse_stored("objective", ObjectiveSection, saved.state["objective"])
         latent = LatentSpec.model_validate(saved.state["latent"])
         text = saved.state["text"] and TextSpec.model_validate(saved.state["text"])
-    except (KeyError, ValidationError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"snapshot '{saved.path}': its state is not valid ({error}).") from error
     model = build_model(spec.plain, seed=0)
     if spec.adapter:
@@ -114,6 +122,7 @@ def load_snapshot(
         state=saved.state,
         weights_hash=source.files[f"{MODEL}.safetensors"].xxh3_128,
         weights=weights,
+        unknown=unknown,
     )
 
 

@@ -60,7 +60,7 @@ class CheckpointDamage(DamageError):
 class FileHash(BaseModel):
     """Size and XXH3-128 of a file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(frozen=True, strict=True)  # keys of a newer release are left out
 
     bytes: Annotated[int, Field(ge=0)]
     xxh3_128: str

@@ -30,7 +30,7 @@ class FrozenWeights(BaseModel):
       xxh3_128: of all names, shapes and values.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)  # keys of a newer release are left out
 
     source: str
     xxh3_128: str

@@ -41,16 +41,39 @@ def test_the_figures_come_as_columns_and_the_later_line_of_a_step_counts(tmp_pat
 
 
 DAMAGED = ["{", "[]", "[" * 100_000, "\0"]
-WRONG: list[dict[str, Any]] = [{"step": "3"}, {"step": -1}, {"step": True}, {"loss": None}, {"loss_by_time": [1.0]}]
-WRONG += [{"grad_norm": "much"}, {"loss_terms": [1]}, {"held_out": {"loss": 1.0}}]
-WITHOUT_MFU = json.dumps({name: value for name, value in report_line(3).items() if name != "mfu"})
+WRONG: list[dict[str, Any]] = [{"step": "3"}, {"step": -1}, {"step": True}, {"step": None}, {"loss_by_time": [1.0]}]
+WRONG += [{"grad_norm": "much"}, {"loss_terms": [1]}, {"held_out": {"loss": "low"}}]
+WITHOUT_STEP = json.dumps({name: value for name, value in report_line(3).items() if name != "step"})
 
 
-@pytest.mark.parametrize("line", [*DAMAGED, WITHOUT_MFU, *(json.dumps(report_line(3) | one) for one in WRONG)])
-def test_a_line_that_lacks_a_figure_is_named(line: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", [*DAMAGED, WITHOUT_STEP, *(json.dumps(report_line(3) | one) for one in WRONG)])
+def test_a_line_that_is_no_report_is_named(line: str, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", tail=line + "\n")
     with pytest.raises(DamageError, match=rf"metrics\.jsonl': line {LINES + 1} is not a report \(.*Remove the line"):
         read_history(run)
+
+
+HELD_OUT = {"loss", "averaged_loss", "loss_by_time", "averaged_loss_by_time", "num_images", "seconds", "share"}
+
+
+@pytest.mark.parametrize("name", sorted(report_line(4).keys() - {"step"}) + [f"held_out.{name}" for name in HELD_OUT])
+def test_a_figure_that_another_release_did_not_write_is_not_known_and_the_others_are(name: str, tmp_path: Path) -> None:
+    def other_release(number: int, line: dict[str, Any]) -> None:
+        outer, _, inner = name.rpartition(".")
+        (line[outer] or {} if outer else line).pop(inner, None)
+        line["figure_of_a_newer_release"] = {"nested": [1]}
+
+    history, whole = (
+        read_history(make_run(tmp_path / "run", change=other_release)),
+        read_history(make_run(tmp_path / "o")),
+    )
+    assert history.steps.tolist() == whole.steps.tolist()
+    assert history.is_finite.all()
+    for column, values in whole.columns.items():
+        expected = np.full(len(values), np.nan) if column == name or name == column.split(".")[0] else values
+        assert np.array_equal(history.columns[column], expected, equal_nan=True)
+    known = "held_out" not in name or name not in ("held_out", "held_out.averaged_loss_by_time")
+    assert np.isfinite(history.held_out_by_time).any() == known
 
 
 @pytest.mark.parametrize(
@@ -97,7 +120,7 @@ def test_each_start_is_noted_with_the_steps_that_were_lost(label_store: LatentSt
 
 def test_a_line_that_is_no_start_is_named(tmp_path: Path) -> None:
     assert read_starts(tmp_path) == []
-    for line in ("{", "[]", json.dumps({"time": 3}), "[" * 100_000):
+    for line in ("{", "[]", json.dumps({"time": 3}), json.dumps({"time": "2026-01-02"}), "[" * 100_000):
         (tmp_path / "starts.jsonl").write_text(line + "\n")
         with pytest.raises(DamageError, match="line 1 is not a start"):
             read_starts(tmp_path)

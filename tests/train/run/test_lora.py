@@ -27,7 +27,6 @@ from leandit.train.models.diffusers.adapters import DOWN, UP, trained_parameters
 from leandit.train.models.spec import ModelSpec
 from leandit.train.optim.posthoc_ema import combine
 from leandit.train.run.checkpoints import start_or_resume
-from leandit.train.run.manifest import read_run_manifest
 from leandit.train.run.state import Run
 from leandit.train.sampling.snapshot import load_snapshot
 from leandit.train.weights.init_from import initial_weights
@@ -95,7 +94,7 @@ def test_checkpoints_and_snapshots_hold_adapters_alone_and_merged_they_compute_w
     name: str, bases: dict[str, Path], tuned: dict[str, Path], store_of: dict[str, LatentStore]
 ) -> None:
     state = Run.open(lora(bases[name], model=name), [store_of[name]], CPU, print)
-    start_or_resume(state, tuned[name], read_run_manifest(tuned[name]), print)
+    start_or_resume(state, tuned[name], print)
     trained = trained_parameters(state.engine.model)
     layers = 3 * 8 - 1 if name == "sd3-tiny" else 2 * 8  # queries, keys, values, outputs, twice; but for SD3's last one
     assert len(trained) == 2 * layers

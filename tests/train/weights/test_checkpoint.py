@@ -60,7 +60,7 @@ def new_state(store: LatentStore, run: Path, steps: int) -> Run:
 
 
 def resume(trained: Run, run: Path, warn: Callable[[str], None] = silent) -> None:
-    start_or_resume(trained, run, read_run_manifest(run), warn)
+    start_or_resume(trained, run, warn)
 
 
 def save_now(trained: Run, run: Path) -> None:

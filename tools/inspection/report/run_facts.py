@@ -19,6 +19,7 @@ from ....train.config import PACKAGE, load
 from ....train.metrics.history import read_history, read_starts, whole_lines
 from ....train.run.evaluation.decoding import IMAGE, LATENTS, grid_files
 from ....train.run.manifest import StoreRead, read_run_manifest
+from ....train.run.settings import read_stored_recipe
 from ....train.weights.folders import CHECKPOINT, EVALUATIONS, RECIPE, RUN, SAMPLES, find
 from ..templating import Rows
 
@@ -43,7 +44,10 @@ class RunFacts:
                 f"run '{run}': it has no {RUN}, so it has not trained; the output of 'leandit average' has no metrics. "
                 "Pass the run itself."
             )
-        self.path, self.recipe = run, manifest.recipe  # nested, with all keys
+        stored = read_stored_recipe(manifest.recipe)
+        self.path = run
+        self.recipe = stored.values  # nested, with all keys
+        self.unknown_keys = stored.unknown  # of another release, by dotted name
         self.recipe_text = (run / RECIPE).read_text(errors="replace") if (run / RECIPE).is_file() else ""
         self.starts, self.metrics = read_starts(run), read_history(run)
         steps = self.key("run.steps")

@@ -17,6 +17,7 @@ from ....datasets.disk.files import files_below
 from ....datasets.disk.hashing import read_json, sha256_of
 from ....datasets.errors import DamageError, RecordRejected, SourceError
 from ....datasets.format.buckets import bucket_size
+from ....datasets.recipe import parse_stored
 from ....datasets.store import LatentStore
 from ....precompute.config import SourceSection
 from ....precompute.images.decoders import Decoders, ImagePlace
@@ -142,7 +143,8 @@ def source_images(store: LatentStore, source: Sequence[str]) -> ImageSet:
 
     Raises: SourceError: the source cannot be read, or lacks images of the store.
     """
-    section = SourceSection.model_validate(store.spec.recipe.get("source", {}))  # an imported store has none
+    stored = store.spec.recipe.get("source", {})  # an imported store has none
+    section, _ = parse_stored(f"recipe of store '{store.path}'", SourceSection, stored)
     listed = list_sources(source, section, needs_labels=False)
     columns = store.record_columns(["key", "bucket", "status"]).to_pydict()
     entries = zip(columns["key"], columns["bucket"], columns["status"], strict=True)

@@ -58,8 +58,16 @@ class Log:
         self._writer: MetricsWriter | None = None
         if first:
             self._writer = MetricsWriter(folder, step=run.step, recipe=run.recipe)
-            start = {"name": recipe_name, "step": run.step, "reached_step": self._writer.reached_step}
-            write_start(folder, run.recipe, run.device, run.ranks, **start)
+            write_start(
+                folder,
+                run.recipe,
+                run.device,
+                run.ranks,
+                name=recipe_name,
+                step=run.step,
+                reached_step=self._writer.reached_step,
+                changed=run.changed,
+            )
         self._decoding = Decoding(folder / SAMPLES, warn) if first and draws else None  # last: it starts a process
         self.losses: tuple[tuple[int, float], tuple[int, float]] | None = None
         self.images_per_second = 0.0
