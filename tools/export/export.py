@@ -23,7 +23,7 @@ from ...datasets.errors import EncoderError, RecipeError, RunError
 from ...datasets.format.schema import UNKNOWN
 from ...datasets.recipe import parse_stored
 from ...train.models.build import FAMILIES, family_of
-from ...train.models.diffusers.adapters import ADAPTER
+from ...train.models.diffusers.adapters import ADAPTER, UP
 from ...train.models.diffusers.model import DiffusersModel
 from ...train.models.dit import size_of
 from ...train.models.spec import ModelSpec
@@ -161,16 +161,20 @@ def official_files(snapshot: Snapshot) -> Files:
 
 
 def adapter_files(snapshot: Snapshot) -> Files:
-    """The adapters, float32, with rank and alpha: for ``load_lora_weights`` of a pipeline, or as a folder of peft."""
+    """The adapters, float32: for ``load_lora_weights`` of a pipeline, or as a folder of peft.
+
+    B contains the factor alpha / rank, so that alpha equals the rank. ComfyUI, kohya's scripts and others look for
+    alpha in tensors of the file, not in diffusers' metadata or peft's config, and without one add B A as it is.
+    """
     spec = snapshot.spec.adapter
     assert spec is not None
     for_pipeline = loads_adapters(snapshot)
     prefix = "transformer." if for_pipeline else "base_model.model."
-    tensors = {
-        prefix + name.removeprefix("net.").replace(f".{ADAPTER}.", "."): tensor
-        for name, tensor in checkpoint.read(snapshot.weights_path).read(checkpoint.MODEL).items()
-    }
-    config = {"r": spec.rank, "lora_alpha": spec.alpha, "target_modules": list(spec.targets)}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in checkpoint.read(snapshot.weights_path).read(checkpoint.MODEL).items():
+        factor = spec.scale if name.endswith(UP) else 1.0
+        tensors[prefix + name.removeprefix("net.").replace(f".{ADAPTER}.", ".")] = factor * tensor
+    config = {"r": spec.rank, "lora_alpha": spec.rank, "target_modules": list(spec.targets)}
     if for_pipeline:
         described = json.dumps({prefix + key: value for key, value in config.items()}, sort_keys=True)
         metadata = {"format": "pt", "lora_adapter_metadata": described}

@@ -14,7 +14,7 @@ from making import CPU, train_recipe, tree_digest
 from runs import ADAPTED as MODELS
 from runs import run_to, runs_of_whole_models
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from leandit.datasets.batches.captions import Captions
@@ -91,7 +91,7 @@ def test_adapters_compute_what_the_run_does(
 
         assert made["files"] == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
         config = json.loads((tmp_path / "out/adapter_config.json").read_text())
-        assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 6.0, TARGETS)
+        assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 4, TARGETS)
         assert config["base_model_name_or_path"] == str(bases[name])
         theirs = PeftModel.from_pretrained(theirs, tmp_path / "out").merge_and_unload()
     else:
@@ -101,7 +101,7 @@ def test_adapters_compute_what_the_run_does(
         if "sana" in name:
             with safe_open(tmp_path / "out/pytorch_lora_weights.safetensors", "pt") as file:
                 config = json.loads(file.metadata()["lora_adapter_metadata"])
-            expected = {"r": 4, "lora_alpha": 6.0, "target_modules": TARGETS}
+            expected = {"r": 4, "lora_alpha": 4, "target_modules": TARGETS}
             assert config == {f"transformer.{key}": value for key, value in expected.items()}
         cls = getattr(diffusers, PIPELINES[name])
         parts = dict.fromkeys(signature(cls.__init__).parameters.keys() - {"self", "transformer"})
@@ -111,6 +111,30 @@ def test_adapters_compute_what_the_run_does(
     card = (tmp_path / "out/README.md").read_text()
     assert f"'{bases[name]}'" in card
     assert "rank 4, alpha 6" in card
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_loader_that_reads_no_alpha_adds_what_was_trained(
+    name: str, bases: dict[str, Path], runs: dict[str, Path], tmp_path: Path
+) -> None:
+    """ComfyUI and kohya's scripts look for "LAYER.alpha"; where there is none, they add B A."""
+    export(runs[name], tmp_path / "out")
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    before = load_file(bases[name] / "transformer/diffusion_pytorch_model.safetensors")
+    trained = transformer_of(load_snapshot(runs[name], CPU))[1]
+    adapters = {
+        key.removeprefix("transformer.").removeprefix("base_model.model."): t for key, t in load_file(file).items()
+    }
+    assert not any("alpha" in key for key in adapters)
+    layers = {key.removesuffix(".lora_A.weight") for key in adapters if key.endswith(".lora_A.weight")}
+    assert len(adapters) == 2 * len(layers)
+    changed = {key for key, tensor in trained.items() if not torch.equal(tensor, before[key])}
+    assert changed
+    assert changed <= {f"{layer}.weight" for layer in layers}
+    for layer in layers:
+        added = adapters[f"{layer}.lora_B.weight"] @ adapters[f"{layer}.lora_A.weight"]
+        change = trained[f"{layer}.weight"] - before[f"{layer}.weight"]
+        torch.testing.assert_close(added, change, rtol=1e-3, atol=1e-6)
 
 
 def test_adapters_of_a_run_say_that_it_is_exported_too(
