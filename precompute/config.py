@@ -33,7 +33,8 @@ class SourceSection(Section):
     kind: Kind = "auto"
     """"auto" detects it: a table of paths, *.parquet, *.tar, texts next to the images, else class folders."""
     image: str = ""
-    """Column of image paths (in Parquet and Arrow: of image bytes); empty: guessed from the usual names."""
+    """Column of image paths (in Parquet and Arrow: of image bytes; in tars: a field, such as left.jpg); empty: guessed
+    from the usual names."""
     caption: str = ""
     """Column, or field of .json in tars and beside images, of captions, text or a list; empty: the usual names."""
     label: str = ""
@@ -244,7 +245,8 @@ class CompanionSection(Section):
     """A second image of every record, from another column of the table: a control image, an edit source, a mask."""
 
     column: str = ""
-    """Table column of its path (in Parquet and Arrow: of its bytes); empty: the name of the section."""
+    """Table column of its path (in Parquet and Arrow: of its bytes; in tars: a field, such as seg.png); empty: the name
+    of the section."""
     kind: Literal["image", "mask"] = "image"
     """"image": encoded like the record's own. "mask": gray, 0 to 255, averaged over each latent position."""
 

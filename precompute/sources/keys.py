@@ -37,7 +37,7 @@ KINDS = {
     COCO: _keys("COCO's captions", ROOT, SIZES),
     "parquet": _keys("a table with images", IMAGE, CAPTION, LABEL),
     "arrow": _keys("a table with images", IMAGE, CAPTION, LABEL),
-    "webdataset": _keys("tars of images and texts", CAPTION, LABEL, TEXT_FILE),
+    "webdataset": _keys("tars of images and texts", IMAGE, CAPTION, LABEL, TEXT_FILE),
     "sidecars": _keys("images with texts beside", CAPTION, LABEL, TEXT_FILE),
     "imagefolder": _keys("a folder of images", WNID),
     "imagenet": _keys("tars of classes"),

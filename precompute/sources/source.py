@@ -54,7 +54,7 @@ MAX_SENT_BYTES = 256 << 20  # of an image that this process reads for a decoder
 LISTED = ["key", "path", "offset", "num_bytes", "mtime_ns", "label", "captions", "height_px", "width_px"]
 SHARDED = (PARQUET, "webdataset", "imagenet")  # kinds of files that hold many images, whose names tell splits
 EMBEDDED = (PARQUET, ARROW)  # kinds whose images are bytes in the rows of a file
-WITH_COLUMNS = (*TABLES, *EMBEDDED)  # kinds that may have a column for another image
+WITH_COMPANIONS = (*TABLES, *EMBEDDED, "webdataset")  # kinds whose records may have further images
 NO_COMPANIONS: Mapping[str, str] = {}
 WITH_TEXTS = ("sidecars", "webdataset")  # kinds whose captions are in texts of an image
 NO_LABEL = -2  # a name that is no label, until its record is rejected
@@ -274,10 +274,10 @@ def list_source(
     opened, files, table, notes = _opened(path, asked)
     kind, settings = opened.kind, opened.settings
     scan = Scan(settings, notes=notes, companions=dict(companions), needs_labels=needs_labels)
-    if companions and kind not in WITH_COLUMNS:
+    if companions and kind not in WITH_COMPANIONS:
         raise SourceError(
-            f"source '{files.name}': [companions.{next(iter(companions))}] needs a table with a column for it: JSONL, "
-            f"CSV, Parquet or Arrow; this is {kind}."
+            f"source '{files.name}': [companions.{next(iter(companions))}] needs a table with a column for it (JSONL, "
+            f"CSV, Parquet or Arrow), or tars with a field for it; this is {kind}."
         )
     if files.only and kind in ("imagefolder", "sidecars", "metadata", "arrow"):
         raise SourceError(f"source '{files.name}': a file; expected a folder for source.kind \"{kind}\".")
@@ -299,6 +299,7 @@ def list_source(
         )
     records, scan.classes = _with_numbered_names(records, scan)
     scan.notes += [*scan.texts.notes(), *scan.labels.notes()]
+    scan.notes += scan.further.notes()
     classes, largest = scan.classes, records.largest_label()
     if classes is None and kind not in NAMED:
         classes = [str(i) for i in range(largest + 1)] or None

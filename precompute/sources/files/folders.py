@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from ....datasets.errors import RecordRejected
 from ...config import SourceSection
 from .files import FoundFile, SourceFiles
+from .further import FurtherImages
 from .ignored import Ignored
 from .labels import Labels
 from .record import MAX_TEXT_BYTES, SourceRecord, is_image, usable_key
@@ -34,6 +35,7 @@ class Scan:
       ignored: files and folders that were skipped.
       notes: on how the source was read.
       companions: column of each companion image, by name.
+      further: images that belong to other images.
       needs_labels: a label that is neither a class index nor a name rejects its record, also if its column is guessed.
     Attributes:
       labels: of the records, by what the source says of each.
@@ -45,6 +47,7 @@ class Scan:
     ignored: Ignored = field(default_factory=Ignored)
     notes: list[str] = field(default_factory=list)
     companions: Mapping[str, str] = field(default_factory=dict)
+    further: FurtherImages = field(default_factory=FurtherImages)
     needs_labels: bool = True
     labels: Labels = field(init=False)
     texts: TextReader = field(init=False)

@@ -1,4 +1,4 @@
-"""WebDataset shards: the members of a tar that share all up to the first dot are one record.
+"""WebDataset shards: the members of a tar that share a key are one record (``samples.py``).
 
 Nothing is unpacked: a record holds the place of its bytes in the tar. The plan keeps these places, which are the
 index for random access; a tar is walked again only when its source is listed again.
@@ -6,19 +6,22 @@ index for random access; a tar is walked again only when its source is listed ag
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from ....datasets.errors import SourceError
+from ....datasets.units import plural
 from ..files.files import FoundFile, SourceFiles
 from ..files.folders import Scan
-from ..files.record import MAX_TEXT_BYTES, SourceRecord, is_image, usable_key
+from ..files.record import MAX_TEXT_BYTES, Place, SourceRecord, is_image, usable_key
 from ..files.splits import shard_names
 from .members import TarMember, tar_members
+from .samples import Dot, Part, Sample, choose_dot, choose_image, find_field, group_parts, may_be_part
 
 MAX_NAME = 4096  # as long as a path can be
-TEXT_EXTENSIONS = ("cls", "txt", "json")
+MAX_COUNTED_FIELDS, MAX_SHOWN_FIELDS = 1000, 10  # of images
+TEXT_FIELDS = ("cls", "caption", "txt", "json")
 
 
 def tar_names(files: SourceFiles, split: str) -> list[str]:
@@ -34,69 +37,139 @@ def tar_names(files: SourceFiles, split: str) -> list[str]:
 
 
 def webdataset(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
-    """Records of WebDataset shards: members that are equal up to the first dot are one record."""
+    """Records of WebDataset shards: one for each key with an image.
+
+    Every image is a record, a reject, or a further image of its key, which is counted and offered as a companion.
+    """
+    text_fields = frozenset(name.lower() for name in (*TEXT_FIELDS, scan.settings.caption, scan.settings.label) if name)
+    dots: Counter[Dot] = Counter()  # of the tars that have names of several dots
+    image_fields: Counter[str] = Counter()
     for name in tar_names(files, scan.settings.split):
         place = files.look(name) or FoundFile(name)
         with files.open(name) as file:
-            groups = _groups(file, files.shown(name), scan)
+            parts = list(_parts(file, files.shown(name), text_fields, scan))
+        dot, is_choice = choose_dot(parts, scan.settings.image, scan.companions, text_fields)
+        dots[dot] += 1 if is_choice else 0
         stem = name.rpartition(".")[0] or name
-        for prefix, group in groups.items():
-            # A prefix is no path: it often starts again in every tar, so the tar's name stands before it.
-            if record := _tar_record(f"{stem}/{prefix}", place, group, scan):
-                yield record
+        for sample in group_parts(parts, dot, text_fields):
+            image_fields.update(name for name in sample.images if len(image_fields) < MAX_COUNTED_FIELDS)
+            # A key is no path: it often starts again in every tar, so the tar's name stands before it.
+            yield from _records(sample, stem, place, text_fields, scan)
+    _check_named_fields(files.name, image_fields, scan)
+    _add_notes(scan, dots)
 
 
-@dataclass
-class _TarRecord:
-    """The members of one key so far."""
-
-    images: dict[str, TarMember] = field(default_factory=dict)
-    texts: dict[str, bytes] = field(default_factory=dict)
-    problem: str = ""
-
-
-def _groups(file: BinaryIO, tar: str, scan: Scan) -> dict[str, _TarRecord]:
-    groups: dict[str, _TarRecord] = {}
+def _parts(file: BinaryIO, tar: str, text_fields: frozenset[str], scan: Scan) -> Iterator[Part]:
+    """Images and texts of a tar; other members are never opened, whatever they are."""
     for member in tar_members(file, tar):
-        folder, slash, name = member.name.rpartition("/")
-        stem, _, extension = name.partition(".")
-        prefix, extension = f"{folder}{slash}{stem}" if stem and len(member.name) <= MAX_NAME else "", extension.lower()
-        has_pixels = is_image(f"image.{extension}")
-        if not prefix or not (has_pixels or extension in TEXT_EXTENSIONS):
-            scan.ignored.file(member.name)  # never opened, whatever it is
-            continue
-        group = groups.setdefault(prefix, _TarRecord())
-        if extension in (group.images if has_pixels else group.texts):
-            group.problem = f"the key has more than one .{extension[:40]}"
-        elif has_pixels:
-            if len(group.images) < 2:  # two are one too many already
-                group.images[extension] = member
+        if len(member.name) > MAX_NAME or not may_be_part(member.name, text_fields):
+            scan.ignored.file(member.name)
+        elif is_image(member.name):
+            yield Part(member)
         elif member.problem:
-            group.problem = f".{extension} is {member.problem}"
+            yield Part(member, problem=f"is {member.problem}")
         elif member.size > MAX_TEXT_BYTES:
-            group.problem = f".{extension} has {member.size} bytes, at most {MAX_TEXT_BYTES} are read"
+            yield Part(member, problem=f"has {member.size} bytes, at most {MAX_TEXT_BYTES} are read")
         else:
             file.seek(member.offset)
-            group.texts[extension] = file.read(member.size)
-    return groups
+            yield Part(member, text=file.read(member.size))
 
 
-def _tar_record(key: str, place: FoundFile, group: _TarRecord, scan: Scan) -> SourceRecord | None:
-    """The record of one key; None without an image."""
-
-    if not group.images:
-        return None
-    key, problem = usable_key(key)
-    image = next(iter(group.images.values()))
+def _records(
+    sample: Sample, stem: str, place: FoundFile, text_fields: frozenset[str], scan: Scan
+) -> Iterator[SourceRecord]:
+    """The record of a sample, or a reject for each of its images; nothing without an image."""
+    if not sample.images:
+        for part in sample.texts.values():
+            scan.ignored.file(part.member.name)
+        return
+    chosen = choose_image(sample, scan.settings.image, scan.companions)
+    if chosen.problem:
+        is_alone = len(sample.images) == 1
+        for part in sample.images.values():
+            key, unusable = usable_key(f"{stem}/{sample.key if is_alone else part.member.name}")
+            yield _record(key, place, part.member, problem=unusable or chosen.problem)
+        return
+    scan.further.add_fields(chosen.left_out)
+    texts: dict[str, bytes] = {}
+    problem = None
+    for name, part in sample.texts.items():
+        if name not in text_fields:
+            scan.ignored.file(part.member.name)
+        elif part.text is not None:
+            texts[name] = part.text
+        elif name == "json" and _has_caption(sample):
+            scan.further.add_unread_text(f"{part.member.name} {part.problem}")
+        else:
+            problem = ("bad_metadata", f".{name} {part.problem}")
     label, captions = -1, ()
     try:
-        label, captions = scan.texts.read(group.texts)
+        label, captions = scan.texts.read(texts)
     except (ValueError, TypeError, RecursionError) as error:
         problem = problem or ("bad_metadata", str(error))
-    if len(group.images) > 1:
-        problem = ("bad_metadata", f"several images for one key: {', '.join(e[:40] for e in group.images)}")
-    if group.problem:
-        problem = ("bad_metadata", group.problem)
+    image = sample.images[chosen.image].member
     if image.problem:
-        problem = ("bad_metadata", image.problem)
-    return SourceRecord(key, place.path, image.offset, image.size, place.mtime_ns, label, captions, problem)
+        problem = ("bad_metadata", f"the image is {image.problem}")
+    beside = [sample.images[name].member for name in chosen.companions]
+    bad = next((member for member in beside if member.problem), None)
+    if bad:
+        problem = problem or ("bad_metadata", f"companion '{bad.name}' is {bad.problem}")
+    key, unusable = usable_key(f"{stem}/{sample.key}")
+    companions = tuple((place.path, member.offset, member.size, place.mtime_ns) for member in beside)
+    yield _record(key, place, image, label=label, captions=captions, problem=unusable or problem, companions=companions)
+
+
+def _has_caption(sample: Sample) -> bool:
+    """Whether a text beside the .json holds a caption."""
+    return any((part := sample.texts.get(name)) and (part.text or b"").strip() for name in ("caption", "txt"))
+
+
+def _record(
+    key: str,
+    place: FoundFile,
+    image: TarMember,
+    *,
+    label: int = -1,
+    captions: tuple[str, ...] = (),
+    problem: tuple[str, str] | None = None,
+    companions: tuple[Place, ...] = (),
+) -> SourceRecord:
+    return SourceRecord(
+        key,
+        place.path,
+        image.offset,
+        image.size,
+        place.mtime_ns,
+        label=label,
+        captions=captions,
+        problem=problem,
+        companions=companions,
+    )
+
+
+def _check_named_fields(where: str, image_fields: Counter[str], scan: Scan) -> None:
+    """Raise if no key has an image of a field that the recipe names.
+
+    Args:
+      image_fields: number of images of each field.
+    Raises: SourceError.
+    """
+    named = {"source.image": scan.settings.image} if scan.settings.image else {}
+    named |= {f"companions.{name}.column": column for name, column in scan.companions.items()}
+    for key, name in named.items():
+        if image_fields and not any(find_field([each], name) for each in image_fields):
+            fields = ", ".join(f"{each[:40]} ({count:,})" for each, count in image_fields.most_common(MAX_SHOWN_FIELDS))
+            raise SourceError(
+                f"source '{where}': {key} '{name}': no key of its tars has an image of this field. The fields of its "
+                f"images are {fields}. A field is what follows the first dot of a name: a.seg.png is seg.png of a."
+            )
+
+
+def _add_notes(scan: Scan, dots: Counter[Dot]) -> None:
+    """Say where keys end, if some names have several dots."""
+    if dots:
+        shares = [f"the {dot} in {plural(count, 'tar')}" for dot, count in sorted(dots.items())]
+        scan.notes.append(
+            f"keys of names with several dots end at one dot: {', '.join(shares)}, whichever gives more images a "
+            "record and a text (first: WebDataset's rule, a.seg.png is field seg.png of a)"
+        )

@@ -1,0 +1,74 @@
+"""Images that are no records of their own, such as masks beside their images: counted, and offered as companions."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ....datasets.units import plural
+
+MAX_COLUMNS = 100  # that are counted apart
+NUM_SHOWN = 4
+OTHERS = "others"
+MASKS = re.compile(r"mask|seg|matte|alpha", re.IGNORECASE)  # in the names of companions that are likely masks
+
+
+@dataclass
+class FurtherImages:
+    """Counts of images that are left out because they belong to another image, and of texts that are not used.
+
+    Args:
+      columns: number of images by the column of the companion that they would be.
+      examples: the name of the first of each.
+    """
+
+    columns: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+    num_unread_texts: int = 0
+    unread_text: str = ""
+
+    def add(self, column: str, example: str = "") -> None:
+        """Count an image that belongs to another one."""
+        column = column if column in self.columns or len(self.columns) < MAX_COLUMNS else OTHERS
+        self.columns[column] += 1
+        self.examples.setdefault(column, example)
+
+    def add_fields(self, fields: Iterable[str]) -> None:
+        """Count further images of a key of a tar."""
+        for name in fields:
+            self.add(name)
+
+    def add_unread_text(self, problem: str) -> None:
+        """Count a text that cannot be read beside one that can."""
+        self.num_unread_texts += 1
+        self.unread_text = self.unread_text or problem
+
+    def notes(self) -> list[str]:
+        """What was left out, and how to store it."""
+        notes = []
+        for column, count in self.columns.most_common(NUM_SHOWN):
+            name = companion_name(column)
+            kind = "mask" if MASKS.search(column) else "image"
+            example = f", such as '{self.examples[column]}'" if self.examples[column] else ""
+            default = "" if column in (name, OTHERS) else f" --set companions.{name}.column={column}"
+            notes.append(
+                f"left out: {plural(count, 'image')} '{column}' that belong to another image{example}. Store them with "
+                f"it as a companion: --set companions.{name}.kind={kind}{default}"
+            )
+        if len(self.columns) > NUM_SHOWN:
+            notes.append(f"left out: further images, {', '.join(sorted(self.columns)[:MAX_COLUMNS])}")
+        if self.num_unread_texts:
+            notes.append(
+                f"not used: {plural(self.num_unread_texts, 'text')} beside captions that can be read, such as "
+                f"{self.unread_text}"
+            )
+        return notes
+
+
+def companion_name(column: str) -> str:
+    """A name for the companion of a column: a section of the recipe."""
+    plain = re.sub(r"\.[a-z]+$", "", column.lower())
+    plain = re.sub(r"[^a-z0-9]+", "_", plain).strip("_")
+    return plain if plain[:1].isalpha() else f"image_{plain}"
