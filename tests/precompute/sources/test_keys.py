@@ -80,6 +80,7 @@ TABLES, EMBEDDED, WITH_TEXTS = ("metadata", "manifest"), ("parquet", "arrow"), (
 KEYS: dict[str, tuple[str, ...]] = {  # a setting, and the sources that read it
     "source.image=file_name": TABLES,
     "source.image=image": EMBEDDED,
+    "source.image=jpg": ("webdataset",),
     "source.caption=text": (*TABLES, *EMBEDDED, *WITH_TEXTS),
     "source.label=kind": (*TABLES, *EMBEDDED, *WITH_TEXTS),
     "source.root=.": (*TABLES, "coco"),
