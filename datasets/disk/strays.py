@@ -64,14 +64,23 @@ def _is_abandoned(path: Path, descriptor: int) -> bool:
 
 
 def _is_stale(path: Path) -> bool:
-    """Whether nothing was written to it for long, by the clock of its file system: those of machines may differ."""
+    """Whether nothing was written to it for long."""
+    try:
+        return seconds_since_write(path) > STALE_SECONDS
+    except OSError:  # just removed, or this user may not write here, and so not sweep
+        return False
+
+
+def seconds_since_write(path: Path) -> float:
+    """Time since a file, or a file in a folder, was written, by the clock of the file system: machines' may differ.
+
+    Raises: OSError: it does not exist, or this user may not write beside it.
+    """
     probe = temporary_beside(path.with_name("clock"))
     try:
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT, 0o666))
         now = probe.stat().st_mtime
-        return now - max(each.lstat().st_mtime for each in (path, *path.rglob("*"))) > STALE_SECONDS
-    except OSError:  # just removed, or this user may not write here, and so not sweep
-        return False
+        return now - max(each.lstat().st_mtime for each in (path, *path.rglob("*")))
     finally:
         probe.unlink(missing_ok=True)
 

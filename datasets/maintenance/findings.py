@@ -34,14 +34,14 @@ CAUSES = {
     "unsealed": "all shards are committed, but there is no manifest: the seal is pending",
     "link": "a symbolic link replaces a file that was written",
     "stray": "a file that belongs to no revision",
-    "abandoned": "a shard or array of no revision: remove it if you gave up its revision, else restore that folder",
+    "abandoned": "no revision names this shard or array, so nothing reads it: 'leandit verify --repair' removes it",
     "single": "there is only one copy of its files, as in a published store: 'leandit verify --repair' adds the others",
     "temporary": "left by a killed process, or still being written",
     "counts": "planned records do not equal stored plus rejected",
     "not_reproduced": "re-encoding the record does not give what is stored",
     "source_changed": "the source no longer holds the image that was encoded",
 }
-HARMLESS = frozenset(["single", "temporary", "unsealed", "source_changed"])
+HARMLESS = frozenset(["single", "temporary", "abandoned", "unsealed", "source_changed"])
 MAX_KEYS = 20  # listed in a finding
 SHARD = re.compile(
     r"(?P<array>(?:buckets/(?P<bucket>\d+x\d+)(?:/(?:features|companions)/\w+)?|captions(?:/\w+)?)/\w+)/c/(?P<shard>\d+)(?:/0)*$"

@@ -1,7 +1,8 @@
 """Repair without encoding: of each small file that is written twice, the intact copy replaces the damaged one.
 
-``zarr.json`` files follow from the manifest, the numbers that training reads from the tables. What a revision that was
-given up left behind is removed. Shards are encoded again by ``precompute/remake.py``.
+``zarr.json`` files follow from the manifest, the numbers that training reads from the tables. Shards of an unfinished
+revision whose folder was removed to give it up are removed, unless a later revision may have been complete, or another
+process writes to the store. Other shards are encoded again by ``precompute/remake.py``.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ from pathlib import Path
 
 from ..disk.files import remove, write_atomic
 from ..disk.hashing import xxh3_file
-from ..disk.strays import sweep_strays
+from ..disk.strays import seconds_since_write, sweep_strays
 from ..errors import LeanditError, StoreError
-from ..format.layout import COMMITS, INDEX, TWIN, revision_prefix
+from ..format.layout import COMMITS, INDEX, LEASES, TWIN, revision_prefix
 from ..format.schema import FileEntry
 from ..revisions.catalog import planned_revisions, sealed_revisions
 from ..revisions.plan import read_plan
 from ..revisions.seal import finish_seal, write_index, write_zarr_files
 from ..revisions.writer import StoreWriter
 from .findings import Finding, shard_place
-from .verify import REVISION_FILES, Verification, intact_manifest, verify_store
+from .verify import REVISION_FILES, Verification, intact_manifest, is_later_lost, verify_store
+
+ACTIVE_SECONDS = 60.0  # without a touch, after which a lease counts as that of a dead process
 
 
 def repair_without_encoding(root: Path, found: Verification) -> Verification:
@@ -36,6 +39,8 @@ def repair_without_encoding(root: Path, found: Verification) -> Verification:
     for finding in found.findings:
         _clear_obstruction(root, finding, found.expected.get(finding.path))
     sweep_strays(root, of_all=True)
+    if not is_later_lost(found.findings) and not _is_written(root):
+        _remove_abandoned(root, found)
     for finding in found.findings:
         if finding.cause == "single":
             for name in REVISION_FILES:
@@ -56,6 +61,28 @@ def repair_without_encoding(root: Path, found: Verification) -> Verification:
     if manifests and manifests[-1]:
         write_zarr_files(root, manifests[-1])
     return verify_store(root)
+
+
+def _is_written(root: Path) -> bool:
+    """Whether a process may be encoding shards of the store: its leases are touched every few seconds."""
+    for lease in (root / LEASES).glob("*.lock"):
+        with contextlib.suppress(FileNotFoundError):
+            if seconds_since_write(lease) < ACTIVE_SECONDS:
+                return True
+    return False
+
+
+def _remove_abandoned(root: Path, found: Verification) -> None:
+    """Remove shards and arrays that no revision names, and the folders that are empty then."""
+    for finding in found.findings:
+        if finding.cause != "abandoned":
+            continue
+        remove(root / finding.path)
+        for folder in list((root / finding.path).relative_to(root).parents)[:-1]:
+            try:
+                (root / folder).rmdir()
+            except OSError:
+                break  # it holds other files
 
 
 def _clear_obstruction(root: Path, finding: Finding, entry: FileEntry | None) -> None:

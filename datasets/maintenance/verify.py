@@ -60,6 +60,10 @@ from ..revisions.plan import read_plan
 from .findings import HARMLESS, Finding, Locator, shard_place
 
 REVISION_FILES = (MANIFEST, RECORDS, CAPTIONS, SOURCES, LOCAL)
+LATER_LOST = (
+    "no revision names this shard or array, but the 'zarr.json' files are not those of the newest revision. If a later "
+    "one was complete, restore its folder in 'revisions' before you repair"
+)
 Problem = tuple[str, str]
 """Cause and detail of a problem with a file; an empty detail stands for that of the cause."""
 Expected = dict[str, FileEntry | Finding | None]
@@ -152,7 +156,9 @@ def verify_store(
             findings += _check_counts(root, manifest)
     # Without a trace of another revision, what lies where shards lie was left by one that was given up.
     begun = {revision for path in paths if (revision := revision_of(path))}
-    findings += _strays(paths, expected, sealed, knows_all=bool(begun) and begun == manifests.keys())
+    knows_all = bool(begun) and begun == manifests.keys()
+    detail = LATER_LOST if is_later_lost(findings) else ""
+    findings += _strays(paths, expected, sealed, knows_all=knows_all, detail=detail)
     return Verification(
         store=str(root),
         mode="quick" if quick else "full",
@@ -165,6 +171,11 @@ def verify_store(
         findings=sorted(findings, key=lambda finding: finding.path),
         expected=entries,
     )
+
+
+def is_later_lost(findings: Iterable[Finding]) -> bool:
+    """Whether a revision after the newest one may have been complete, as its seal changes the ``zarr.json`` files."""
+    return any(finding.path.rpartition("/")[2] == GROUP and finding.cause != "abandoned" for finding in findings)
 
 
 def intact_manifest(root: Path, revision: int) -> Manifest | None:
@@ -287,11 +298,14 @@ def _check_counts(root: Path, manifest: Manifest) -> list[Finding]:
     return [Finding(path, "counts", detail)]
 
 
-def _strays(paths: Iterable[str], expected: Expected, sealed: Collection[int], *, knows_all: bool) -> Iterator[Finding]:
+def _strays(
+    paths: Iterable[str], expected: Expected, sealed: Collection[int], *, knows_all: bool, detail: str
+) -> Iterator[Finding]:
     """Files that belong to no revision, nor to a repository of a hub; temporaries are reported as such.
 
     Args:
       knows_all: the manifests of all revisions of which there is a trace are intact.
+      detail: of shards and arrays that no revision names; empty for that of their cause.
     """
     of_an_array = re.compile(rf"({BUCKETS}|{CAPTION_PART})/([\w/]+/)?{re.escape(GROUP)}")
     for path in paths:
@@ -301,7 +315,12 @@ def _strays(paths: Iterable[str], expected: Expected, sealed: Collection[int], *
             continue
         is_litter |= folders[2:3] in ([PLAN], [COMMITS]) and revision_of(path) in sealed  # of an interrupted seal
         is_abandoned = knows_all and (shard_place(path) or of_an_array.fullmatch(path))
-        yield Finding(path.rstrip("/"), "temporary" if is_litter else "abandoned" if is_abandoned else "stray")
+        if is_litter:
+            yield Finding(path.rstrip("/"), "temporary")
+        elif is_abandoned:
+            yield Finding(path, "abandoned", detail)
+        else:
+            yield Finding(path.rstrip("/"), "stray")
 
 
 def _files_below(root: Path) -> Iterator[str]:

@@ -16,6 +16,9 @@ from ..format.token_dtypes import widen_latents
 
 PATTERNS = 1 << 16  # of a float16
 BLOCK_VALUES = 1 << 19  # counted at once, so that numpy's copy of them stays in the cache
+# A model expects channels of about mean 0 and standard deviation 1. Published autoencoders keep within these limits on
+# photographs, with their own scale and shift; without these, or with those of another one, channels are beyond them.
+MEAN_LIMIT, STD_LIMITS = 3.0, (0.2, 5.0)
 MAX_HALF = float(np.finfo(np.float16).max)
 
 
@@ -81,6 +84,18 @@ def statistics_without(whole: LatentStatistics, part: LatentStatistics) -> Laten
     squares -= (part_mean - mean) ** 2 * (count / whole.count * part.count)
     std = np.sqrt(np.maximum(squares, 0) / count)
     return LatentStatistics(count=count, channel_mean=mean.tolist(), channel_std=std.tolist())
+
+
+def unusual_channels(mean: Sequence[float], std: Sequence[float]) -> tuple[list[int], list[int]]:
+    """Channels whose mean, and channels whose standard deviation is beyond the limits, or is no number.
+
+    Args:
+      mean, std: (C,) each, as a model sees the channels.
+    """
+    means, deviations = np.array(mean), np.array(std)
+    has_usual_mean = np.abs(means) <= MEAN_LIMIT
+    has_usual_std = (deviations >= STD_LIMITS[0]) & (deviations <= STD_LIMITS[1])
+    return np.flatnonzero(~has_usual_mean).tolist(), np.flatnonzero(~has_usual_std).tolist()
 
 
 def _count(rows: np.ndarray, counts: np.ndarray) -> None:

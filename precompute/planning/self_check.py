@@ -20,6 +20,8 @@ from ...datasets.batches.latents import denormalise, mean_latents
 from ...datasets.errors import EncoderError, RecordRejected, ResourceError
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.schema import CheckedImage, SelfCheck
+from ...datasets.revisions import latent_statistics
+from ...datasets.revisions.latent_statistics import MEAN_LIMIT, STD_LIMITS
 from ...datasets.revisions.plan import FrozenPlan
 from ..encoders.vae import ImageEncoder
 from ..images.decoders import Decoders
@@ -32,8 +34,6 @@ NUM_IMAGES = 8
 CANDIDATES = 4096  # planned records, evenly spread, of which those with the smallest hash are tried
 ATTEMPTS = 8 * NUM_IMAGES  # some may not decode
 MAX_PSNR_DB = 100.0  # of an image that comes back exactly
-STD_LIMITS = (0.2, 5.0)  # of a channel as the model sees it
-MEAN_LIMIT = 3.0
 CLEARLY_BETTER_DB = 6.0
 NAMED_CHANNELS = 16  # with more channels, only the range is printed
 STD_KEYS, MEAN_KEYS = "scaling_factor, latents_std", "shift_factor, latents_mean"  # of a VAE's config
@@ -169,16 +169,16 @@ def describe(check: SelfCheck) -> list[str]:
 def unusual_channels(check: SelfCheck) -> str:
     """What to say about channels that are far from mean 0 and deviation 1; "" if none is."""
     low, high = STD_LIMITS
-    stds, means = np.array(check.channel_std), np.array(check.channel_mean)
-    for name, values, is_unusual, expected, limits, keys in (
-        ("standard deviations", stds, (stds < low) | (stds > high), 1, f"outside {low:g} to {high:g}", STD_KEYS),
-        ("means", means, np.abs(means) > MEAN_LIMIT, 0, f"beyond {MEAN_LIMIT:g}", MEAN_KEYS),
+    unusual_means, unusual_stds = latent_statistics.unusual_channels(check.channel_mean, check.channel_std)
+    for name, values, unusual, expected, limits, keys in (
+        ("standard deviations", check.channel_std, unusual_stds, 1, f"outside {low:g} to {high:g}", STD_KEYS),
+        ("means", check.channel_mean, unusual_means, 0, f"beyond {MEAN_LIMIT:g}", MEAN_KEYS),
     ):
-        if count := int(is_unusual.sum()):
+        if unusual:
             return (
-                f"The latents as the model sees them have {name} of {values.min():.2g} to {values.max():.2g}, expected "
-                f"about {expected} ({count} of {len(values)} channels are {limits}): check {keys} or the batch norm of "
-                "the VAE."
+                f"The latents as the model sees them have {name} of {min(values):.2g} to {max(values):.2g}, expected "
+                f"about {expected} ({len(unusual)} of {len(values)} channels are {limits}): check {keys} or the batch "
+                "norm of the VAE."
             )
     return ""
 

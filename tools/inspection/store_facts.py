@@ -17,18 +17,17 @@ from ...datasets.format.schema import LatentStatistics, Manifest, TextEncoder
 from ...datasets.format.table_schemas import suffixes
 from ...datasets.format.token_dtypes import token_bytes, widen_latents
 from ...datasets.revisions.catalog import read_manifest, sealed_revisions
-from ...datasets.revisions.latent_statistics import statistics_of
+from ...datasets.revisions.latent_statistics import statistics_of, unusual_channels
 from ...datasets.store import LatentStore, Record
 
 pc: Any = pyarrow.compute  # defined at run time, so type checkers do not know its functions
 
-# Models expect latents of about zero mean and unit deviation. Beyond these limits the scale is probably another VAE's.
-MEAN_LIMIT, STD_LIMITS = 0.5, (2 / 3, 1.5)
 PERCENTILES = (0, 50, 95, 100)
 TOKEN_EDGES = (0, 8, 16, 32, 64, 128, 256, 512, 4096)
 NUM_EXTREMES = 10  # captions and duplicates that are listed
 MAX_KEYS = 6  # of records with one image
 ASPECT_EDGES = np.geomspace(1 / 4, 4, 33)  # of height / width; more extreme images are clipped to the outer bins
+CAPTION_COUNTS = ("num_uses", "num_distinct", "num_unused", "num_samples", "num_empty", "most_uses")
 LEDGER = ("key", "stage", "reason", "detail", "attempts", "revision")
 
 
@@ -51,8 +50,10 @@ class StoreFacts:
             **self.records,
             "buckets": store.buckets,
             "classes": store.class_names.summary(),
+            "sources": {name: self.sources[name] for name in ("num_duplicates", "num_enlarged")},
             "num_captions": store.captions.num_rows,
             "num_caption_tokens": self.num_caption_tokens,
+            "captions": self.captions and {name: self.captions[name] for name in CAPTION_COUNTS},
             **next(iter(texts.values()), dict.fromkeys(("caption_tokens", "caption_quality"))),
             "bytes": self.part_bytes,
             "images": spec.images.model_dump(),
@@ -208,18 +209,19 @@ class StoreFacts:
         return pc.sum(self.store.captions["num_tokens"]).as_py() or 0
 
     def text_facts(self, encoder: TextEncoder) -> dict[str, Any]:
-        """Lengths and quality of all captions of a text encoder; None each without captions."""
+        """Lengths and quality of the captions of a text encoder; None each without captions."""
         if not self.store.captions.num_rows:
             return {"caption_tokens": None, "caption_quality": None}
-        lengths = self._token_lengths(encoder, self.store.captions)
-        return {"caption_tokens": lengths, "caption_quality": self.caption_quality(encoder)}
+        return {"caption_tokens": self.caption_lengths(encoder), "caption_quality": self.caption_quality(encoder)}
 
-    def used_lengths(self, encoder: TextEncoder) -> dict[str, Any]:
+    @cached_property
+    def _described_captions(self) -> pa.Table:
+        """The captions that lengths and quality describe: those that stored records name; all while there are none."""
+        return self.used_captions if self.used_captions.num_rows else self.store.captions
+
+    def caption_lengths(self, encoder: TextEncoder) -> dict[str, Any]:
         """Lengths in tokens of the captions that stored records name; of all while no record is stored."""
-        used = self.used_captions
-        return self._token_lengths(encoder, used if used.num_rows else self.store.captions)
-
-    def _token_lengths(self, encoder: TextEncoder, captions: pa.Table) -> dict[str, Any]:
+        captions = self._described_captions
         suffix = suffixes(self.spec)[encoder.name]
         tokens = captions[f"num_tokens{suffix}"].to_numpy()
         counts, _ = np.histogram(tokens, bins=[edge + 0.5 for edge in TOKEN_EDGES])
@@ -236,11 +238,13 @@ class StoreFacts:
     def caption_quality(self, encoder: TextEncoder) -> dict[str, Any]:
         """Error and saving of storing captions, of which there are some, in a narrower dtype.
 
-        The cosine of a caption is the smallest cosine between one of its tokens as encoded and as stored.
+        The error is of the captions that stored records name, the bytes are a share of all shards. The cosine of a
+        caption is the smallest cosine between one of its tokens as encoded and as stored.
         """
-        captions, folder, suffix = self.store.captions, caption_folder(encoder.name), suffixes(self.spec)[encoder.name]
+        captions, folder = self._described_captions, caption_folder(encoder.name)
+        suffix = suffixes(self.spec)[encoder.name]
         shards = sum(self.array_bytes(f"{folder}/{array}/c/") for array in caption_rows(encoder.spec))
-        each, cosines = shards / captions.num_rows, captions[f"min_cosine{suffix}"]
+        each, cosines = shards / self.store.captions.num_rows, captions[f"min_cosine{suffix}"]
         return {
             "num_measured": len(cosines) - cosines.null_count,
             **_quality(cosines, captions[f"max_error{suffix}"]),
@@ -303,21 +307,23 @@ class StoreFacts:
 
     @cached_property
     def statistics(self) -> LatentStatistics:
-        """Mean and std of each channel as a model sees it, over all rows; of none before the store is sealed."""
+        """Mean and std of each channel as a model sees it, of stored records; of none before the store is sealed."""
         sealed = self.store.manifest and self.store.manifest.statistics
         return sealed or statistics_of([], self.spec.latent)
 
     @cached_property
     def suspicious_channels(self) -> list[int]:
         """Channels whose mean or deviation is beyond the limits."""
-        mean, std = np.array(self.statistics.channel_mean), np.array(self.statistics.channel_std)
-        beyond = (np.abs(mean) > MEAN_LIMIT) | (std < STD_LIMITS[0]) | (std > STD_LIMITS[1])
-        return np.flatnonzero(beyond).tolist() if self.statistics.count else []
+        if not self.statistics.count:
+            return []
+        unusual_means, unusual_stds = unusual_channels(self.statistics.channel_mean, self.statistics.channel_std)
+        return sorted({*unusual_means, *unusual_stds})
 
     @cached_property
     def latents(self) -> dict[str, Any]:
         """Statistics of the latents."""
         return {
+            "count": self.statistics.count,
             "channel_mean": [round(value, 4) for value in self.statistics.channel_mean],
             "channel_std": [round(value, 4) for value in self.statistics.channel_std],
             "suspicious_channels": self.suspicious_channels,

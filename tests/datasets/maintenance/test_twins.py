@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 from faults import DAMAGES, REVISION_FILES
-from making import tree_digest
+from making import Leandit, tree_digest
 from stores import copy_of, files_of, read_all
 
 from leandit.datasets.errors import DamageError, LeanditError
 from leandit.datasets.maintenance.findings import shard_place
 from leandit.datasets.maintenance.repair import repair_without_encoding
-from leandit.datasets.maintenance.verify import verify_store
+from leandit.datasets.maintenance.verify import Verification, verify_store
 from leandit.datasets.revisions.catalog import read_manifest
 from leandit.datasets.store import LatentStore
 
@@ -89,24 +90,75 @@ def test_a_table_that_another_revision_wrote_is_not_taken_for_a_copy(grown_store
     assert tree_digest(root) == tree_digest(grown_store)
 
 
-def test_what_a_revision_without_a_folder_left_behind_is_named_and_never_removed(grown_store: Path, root: Path) -> None:
-    """Its folder may be lost: then these shards are all that is left of it."""
+def left_behind(found: Verification) -> set[str]:
+    return {finding.path for finding in found.findings if finding.cause == "abandoned"}
+
+
+def test_the_shards_of_a_complete_revision_whose_folder_is_lost_are_named_and_stay(
+    grown_store: Path, root: Path
+) -> None:
+    """They are all that is left of it."""
     shutil.rmtree(root / "revisions/000003")
-    added = "buckets/64x64/features/dino"
-    for path in (f"{added}/patches/c/0/0/0", f"{added}/patches/zarr.json", f"{added}/zarr.json", "notes.txt"):
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text("left behind")
+    (root / "notes.txt").write_text("of the user")
     found = verify_store(root)
     assert found.damaged
-    left = {finding.path for finding in found.findings if finding.cause == "abandoned"}
     newest = {path for path in files_of(grown_store) if shard_place(path)} - {
         entry.path for entry in read_manifest(root, 2).files
     }
     assert newest
-    assert newest | {f"{added}/patches/c/0/0/0", f"{added}/patches/zarr.json", f"{added}/zarr.json"} <= left
+    assert newest <= left_behind(found)
+    line = next(finding.line() for finding in found.findings if finding.cause == "abandoned")
+    assert "If a later one was complete, restore its folder" in line
     after = repair_without_encoding(root, found)
-    assert {finding.path for finding in after.findings if finding.cause == "abandoned"} == left
-    assert "stray" in {finding.cause for finding in after.findings}
+    assert left_behind(after) == left_behind(found)
+    assert {finding.cause for finding in after.findings} == {"abandoned", "stray"}
+    shutil.copytree(grown_store / "revisions/000003", root / "revisions/000003")
+    (root / "notes.txt").unlink()
+    assert repair_without_encoding(root, verify_store(root)).findings == []
+    assert tree_digest(root) == tree_digest(grown_store)
+
+
+@pytest.fixture
+def given_up(grown_store: Path, root: Path) -> Path:
+    """A store of three revisions, and what a fourth one, whose folder was removed, had encoded."""
+    for path in ("buckets/64x64/moments/c/900/0/0/0", "buckets/64x64/features/dino/patches/c/0/0/0"):
+        (root / path).parent.mkdir(parents=True)
+        (root / path).write_text("left behind")
+    return root
+
+
+def test_repair_removes_what_a_revision_that_was_given_up_left_behind(
+    leandit: Leandit, grown_store: Path, given_up: Path
+) -> None:
+    ended = leandit("verify", given_up)
+    assert ended.code == 0
+    assert "state       whole, with warnings" in ended.out
+    assert "nothing reads it: 'leandit verify --repair' removes it" in ended.out
+    assert leandit("verify", given_up, "--repair").code == 0
+    ended = leandit("verify", given_up)
+    assert (ended.code, ended.out.rstrip().endswith("state       whole")) == (0, True)
+    assert tree_digest(given_up) == tree_digest(grown_store)
+    assert not (given_up / "buckets/64x64/features").exists()
+
+
+@pytest.mark.parametrize("seconds", [1, 3600])
+def test_repair_removes_no_shard_while_another_process_may_write_it(seconds: int, given_up: Path) -> None:
+    lease = given_up / "leases/4-buckets-64x64-0.lock"
+    lease.parent.mkdir()
+    lease.touch()
+    touched = lease.stat().st_mtime - seconds
+    os.utime(lease, (touched, touched))
+    before = left_behind(verify_store(given_up))
+    assert len(before) == 2
+    assert left_behind(repair_without_encoding(given_up, verify_store(given_up))) == (before if seconds == 1 else set())
+
+
+def test_repair_keeps_the_shards_of_an_unfinished_revision(unfinished: Path) -> None:
+    commit = next(unfinished.glob("revisions/000001/commits/buckets/*/*.json"))
+    commit.unlink()  # its shard is written, and its commit record is not
+    before = {path for path in files_of(unfinished) if shard_place(path)}
+    repair_without_encoding(unfinished, verify_store(unfinished))
+    assert {path for path in files_of(unfinished) if shard_place(path)} == before
 
 
 def test_without_an_intact_manifest_no_shard_counts_as_abandoned(root: Path) -> None:

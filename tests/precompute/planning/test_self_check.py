@@ -95,6 +95,7 @@ def test_an_honest_autoencoder_passes_and_its_numbers_are_kept(run: Run, tmp_pat
     compact(tmp_path / "store", tmp_path / "new", progress=no_progress)
     assert read_manifest(tmp_path / "new", 3).self_check == check
     facts = StoreFacts(LatentStore(tmp_path / "store"))
+    assert "<- unusual" not in render(facts)
     summary = json.loads(json.dumps(facts.to_json()))["self_check"]
     assert [one["psnr_db"] for one in summary["images"]] == decibels(manifest)
     assert summary["channel_std"] == check.channel_std
@@ -127,6 +128,8 @@ def test_a_wrong_normalisation_cancels_in_the_images_and_is_told_by_the_channels
     assert min(manifest.self_check.channel_std) > 0.3 * std
     (warning,) = [line for line in run.said if "warning" in line]
     assert words in warning
+    shown = render(StoreFacts(LatentStore(run.root / "store")))  # by the same limits, of all images
+    assert shown.count("<- unusual") == 3
 
 
 def test_pixels_in_another_range_stop_the_run_before_anything_is_written(

@@ -92,7 +92,7 @@ def test_the_quality_of_narrowed_captions_is_shown(dtype: str, caption_folder: P
 
 def test_an_unusual_scale_is_flagged(label_store: LatentStore) -> None:
     facts = StoreFacts(label_store)
-    facts.statistics = LatentStatistics(count=15, channel_mean=[0.0, 0.7, 0.0, 0.0], channel_std=[1.0, 1.0, 1.0, 5.5])
+    facts.statistics = LatentStatistics(count=15, channel_mean=[0.0, 3.1, 0.0, 0.0], channel_std=[1.0, 1.0, 1.0, 5.5])
     assert facts.latents["suspicious_channels"] == [1, 3]
     assert render(facts).count("<- unusual") == 2
 

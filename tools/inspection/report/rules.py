@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import jinja2
 import numpy as np
 
+from ....datasets.revisions import latent_statistics
 from ....train.metrics.history import smoothed
-from ..store_facts import MEAN_LIMIT, STD_LIMITS, StoreFacts
+from ..store_facts import StoreFacts
 from ..templating import TEMPLATES, environment
 from .run_facts import RunFacts
 
@@ -79,13 +80,15 @@ def steps_named(steps: Sequence[int] | np.ndarray) -> str:
 
 def unusual_channels(facts: StoreFacts) -> list[str]:
     """What is beyond the limits of the statistics."""
-    unusual = list[str]()
+    statistics, unusual = facts.statistics, list[str]()
+    unusual_means, unusual_stds = latent_statistics.unusual_channels(statistics.channel_mean, statistics.channel_std)
     for channel in facts.suspicious_channels:
-        mean, std = facts.statistics.channel_mean[channel], facts.statistics.channel_std[channel]
-        if not STD_LIMITS[0] <= std <= STD_LIMITS[1]:
-            unusual.append(f"channel {channel}'s standard deviation is {std:.3g}, expected 1")
-        if abs(mean) > MEAN_LIMIT:
-            unusual.append(f"channel {channel}'s mean is {mean:.3g}, expected 0")
+        if channel in unusual_stds:
+            unusual.append(
+                f"channel {channel}'s standard deviation is {statistics.channel_std[channel]:.3g}, expected 1"
+            )
+        if channel in unusual_means:
+            unusual.append(f"channel {channel}'s mean is {statistics.channel_mean[channel]:.3g}, expected 0")
     return unusual
 
 

@@ -173,10 +173,10 @@ def facts(caption_store: LatentStore) -> StoreFacts:
     return found
 
 
-STATISTICS = LatentStatistics(count=9, channel_mean=[0, 0.7, 0, 0], channel_std=[1, 1, 1, 0.61])
+STATISTICS = LatentStatistics(count=9, channel_mean=[0, 3.1, 0, 0], channel_std=[1, 1, 1, 0.19])
 REJECTED = {"num_planned": 26, "num_rejected": 12, "rejects": {"truncated": 12}}
 REPEATED = {"most_uses": 12, "repeated": [("a cat", 12)], "num_empty": 3}
-CHANNELS = "channel 1's mean is 0.7, expected 0, channel 3's standard deviation is 0.61,"
+CHANNELS = "channel 1's mean is 3.1, expected 0, channel 3's standard deviation is 0.19,"
 CAPTIONS = 'One caption appears 12 times in a store of 14 records: "a cat".', "11 % of captions are empty"
 CLASSES = "1 of 5 classes have no record: 2.", "median's 90 records: 1 has 3."
 BROKEN: list[tuple[str, Any, dict[str, str]]] = [
