@@ -12,7 +12,7 @@ import torch
 
 from ... import __version__
 from ...datasets.disk.hashing import sha256_of
-from ...datasets.errors import RunError
+from ...datasets.errors import RecipeError, RunError
 from ...datasets.recipe import flatten
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
@@ -63,8 +63,10 @@ def open_run(
     has_checkpoint = from_first(ranks, lambda: bool(find(CHECKPOINT, folder)))
     stores = open_stores(recipe, store_path, folder, manifest, warn)
     check_wandb(recipe)
+    asked = recipe
     recipe = apply_ds_config(recipe, ranks, device, warn)
     agree(ranks, inputs_of(recipe, stores))
+    _check_effect(asked, recipe, continued)
     changed = _check_recipe(recipe, folder, manifest, warn, continued, has_checkpoint=has_checkpoint)
     run = Run.open(
         recipe,
@@ -82,6 +84,22 @@ def open_run(
     with run_lock(folder) if ranks.is_first else contextlib.nullcontext():
         start_or_resume(run, folder, warn)
         yield run, evaluation
+
+
+def _check_effect(asked: TrainRecipe, recipe: TrainRecipe, continued: Sequence[str]) -> None:
+    """Raise RecipeError if a ds_config.json replaces the value of a key that ``--continue-with`` names.
+
+    Args:
+      asked, recipe: before and after the settings of the ds_config.json.
+    """
+    before = flatten(asked.model_dump())
+    now = flatten(recipe.model_dump())
+    for key in continued:
+        if before.get(key) != now.get(key):
+            raise RecipeError(
+                f"{OPTION} {key}: the ds_config.json '{recipe.parallel.deepspeed_config}' sets it to "
+                f"{now.get(key)!r}. Change it there, and pass {OPTION} {key}={now.get(key)} to go on with it."
+            )
 
 
 def _check_recipe(
@@ -130,7 +148,8 @@ def origin_lines(run: Run, folder: Path) -> Iterator[str]:
     """Lines on the first weights, what was converted of them, what trains, and what takes longer than the run."""
     recipe, spec, steps = run.recipe, run.spec, run.recipe.run.steps
     if run.step:
-        yield f"run '{folder}' resumes after step {run.step}"
+        settings = ", ".join(f"{key} {after!r} (was {before!r})" for key, (before, after) in run.changed.items())
+        yield f"run '{folder}' resumes after step {run.step}{f', with {settings}' if settings else ''}"
     else:
         yield f"run '{folder}' starts from {', '.join([run.origin, *_positions(run)])}"
     model = meta_model(spec)

@@ -133,7 +133,9 @@ def check_settings(
     Raises: RunError: naming all other keys that differ.
     """
     before, now = flatten(stored.values), flatten(recipe.model_dump())
-    decays = not DECAYING.isdisjoint({before.get("schedule.kind"), recipe.schedule.kind})
+    decays = before.get("schedule.kind") in DECAYING  # then the rate of all steps depends on the last one
+    if "schedule.kind" not in continued:
+        decays = decays or recipe.schedule.kind in DECAYING
 
     def needs_asking(key: str) -> bool:
         return rule_of(key).allowed == "when asked" or (key == "run.steps" and decays)

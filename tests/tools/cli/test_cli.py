@@ -43,7 +43,7 @@ PRECOMPUTE, TRAIN = sorted(shipped_recipes("leandit.precompute")), sorted(shippe
 FLAGS = {
     "precompute": ("--address --device --drop-gone --dry-run --engine --part --retry-rejected --set --source --store"),
     "import": "--null --set --source --store",
-    "train": "--device --dry-run --run --set --store",
+    "train": "--continue-with --device --dry-run --run --set --store",
     "inspect": "--bucket --class --count --json --originals --rejects --revision --sheet --source --vae",
     "verify": "--deep --device --json --quick --repair --set --source",
     "compact": "--out --without",

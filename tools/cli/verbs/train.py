@@ -36,6 +36,10 @@ if TYPE_CHECKING:  # torch takes a second to import
     from ....train.parallel.ranks import Ranks
 
 
+CONTINUE_HELP = "Go on from the newest checkpoint with another rate, schedule, clipping or seed; repeatable."
+Continued = Annotated[list[str] | None, Option("--continue-with", metavar="KEY=VALUE", help=CONTINUE_HELP)]
+
+
 def train(
     context: typer.Context,
     recipe: Recipe,
@@ -43,6 +47,7 @@ def train(
     run: Annotated[Path | None, output("Folder of the run; the same command resumes.")] = None,
     device: Device = "auto",
     overrides: Overrides = None,
+    continue_with: Continued = None,
     dry_run: DryRun = False,
 ) -> None:
     """Train a diffusion transformer on one store or several; no encoder is loaded.
@@ -51,7 +56,8 @@ def train(
     """
     from ....train.config import load
 
-    loaded = load(recipe, overrides or [])
+    continued = [_key_of(setting) for setting in continue_with or []]
+    loaded = load(recipe, [*(overrides or []), *(continue_with or [])])
     names_store = bool(store or loaded.data.turns)
     if dry_run:
         from ...plan.dry_run import describe_train
@@ -86,6 +92,7 @@ def train(
             warn=print_line,
             say=print_line,
             recipe_name=recipe,
+            continue_with=continued,
         )
     if ranks.is_first:
         print_rows([("run", str(run)), *_rows(outcome, loaded.run.steps, place, ranks)])
@@ -93,6 +100,23 @@ def train(
             print_next(sample_with(run), ["report", run, "--out", f"{run}.html"])
     if not outcome.finished:
         raise typer.Exit(stop.exit_code)
+
+
+def _key_of(setting: str) -> str:
+    """The recipe key of a ``--continue-with``.
+
+    Raises: RecipeError: it is not KEY=VALUE, or the key may not change.
+    """
+    from ....train.run.settings import check_continued
+
+    key, equals, _ = setting.partition("=")
+    key = key.strip()
+    if not equals or "." not in key:
+        raise RecipeError(
+            f"--continue-with '{setting}': expected SECTION.KEY=VALUE, as in --continue-with optimizer.lr=5e-5."
+        )
+    check_continued([key])
+    return key
 
 
 def _rows(outcome: Outcome, num_steps: int, device: torch.device, ranks: Ranks) -> Rows:
