@@ -293,7 +293,8 @@ def _contradictions(recipe: TrainRecipe) -> Iterator[str]:
     """Where the sections of a recipe contradict each other, or themselves."""
     if recipe.run.revision and recipe.data.turns:
         yield "run.revision applies to --store; a store that the recipe names has a key revision of its own"
-    if recipe.run.sample_every and recipe.run.sample_guidance != 1 and not recipe.conditioning.drop:
+    has_null = recipe.conditioning.drop > 0 or recipe.lora.rank > 0  # adapters: as far as their base has learned it
+    if recipe.run.sample_every and recipe.run.sample_guidance != 1 and not has_null:
         yield "run.sample_guidance needs conditioning.drop above 0; without it set it to 1"
     if recipe.run.sample_captions and not recipe.takes_captions:
         yield f"run.sample_captions: model '{recipe.model.name}' takes labels; leave them out"

@@ -19,7 +19,7 @@ from ..datasets.order.slices import rank_slice
 from ..datasets.units import plural
 from .metrics.meter import StepResult
 from .models.conditioning import Microbatch, select
-from .objectives.losses import PLAIN, draw, objective_losses, time_share
+from .objectives.losses import PLAIN, draw, draw_dropped, objective_losses, time_share
 from .optim.build import learning_rate
 from .run.state import Run
 from .techniques.technique import Draw
@@ -79,7 +79,10 @@ def prepare(run: Run, batch: Batch, step: int) -> Microbatch:
     for technique in run.techniques:
         more |= technique.draws(run.spec, math.prod(grid), step)
     draws = draw(recipe.objective, tuple(batch.latents.shape[1:]), more, **where)
-    conditioning = run.conditioner.drop(run.conditioning(batch), draws.pop("drop") < recipe.conditioning.drop)
+    dropped = draws.pop("drop") < recipe.conditioning.drop
+    if run.conditioner.changes_lengths:
+        dropped = draw_dropped(recipe.conditioning.drop, seed=recipe.run.seed, step=step, rows=rows)
+    conditioning = run.conditioner.drop(run.conditioning(batch), dropped)
     noise, times = draws.pop("noise"), draws.pop("times")
     targets = run.read_targets(batch, grid, trains=True)
     return Microbatch(batch.latents, noise, times, conditioning, draws, targets)

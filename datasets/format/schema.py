@@ -191,6 +191,12 @@ class TextSpec(_Sparse):
     layers: Annotated[list[Annotated[int, Field(ge=-1000, le=1000)]], Field(max_length=100)] = []
     drop_prefix_tokens: Count = 0
     pooled_width: Annotated[int, Field(ge=0, le=1 << 20)] = 0  # of the pooled vectors; 0 if there are none
+    null_tokens: Count = 0  # tokens of the null caption before its padding; 0 in stores that do not say it
+
+    @property
+    def null_length(self) -> int:
+        """Tokens of the null caption for a model that reads valid tokens alone; 0: not known."""
+        return self.max_tokens if self.full_length else min(self.null_tokens, self.max_tokens)
 
     @property
     def has_tokens(self) -> bool:
@@ -279,15 +285,15 @@ class StoreSpec(_Sparse):
         """Exactly what changes the bytes of a record: the input of the fingerprint."""
         elsewhere = {"fingerprint", "leandit_version", "classes", "class_names", "sample_captions", "recipe"}
         where_from = {"model", "revision", "tokenizer_files_sha256"}
-        identity = self.model_dump(exclude=elsewhere | {"vae", "text_encoder"}) | {
+        identity = self.model_dump(exclude=elsewhere | {"vae", "text", "text_encoder"}) | {
+            "text": self.text and self.text.model_dump(exclude={"null_tokens"}),
             "vae": self.vae.model_dump(exclude=where_from),
             "text_encoder": self.text_encoder and self.text_encoder.model_dump(exclude=where_from),
         }
         for kind in ("texts", "features"):
             if named := getattr(self, kind):
-                identity[kind] = {
-                    one.name: one.model_dump(exclude={"name": True, "encoder": where_from}) for one in named
-                }
+                left_out = {"name": True, "encoder": where_from, "spec": {"null_tokens"}}
+                identity[kind] = {one.name: one.model_dump(exclude=left_out) for one in named}
         return identity
 
     @model_validator(mode="after")

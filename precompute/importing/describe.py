@@ -24,20 +24,22 @@ from ...datasets.format.schema import (
     TextSpec,
 )
 from ...datasets.recipe import flatten, parse_stored
+from ...datasets.revisions.writer import row_checksum
 from ..config import TextSection, VaeSection
+from .null_caption import NullCaption
 from .plan import CommonFormat, ScannedRecord, bucket_of
 from .recipe import ImportRecipe
 from .source import Reader, RecordHeader
 
 
 def describe_import(
-    reader: Reader, common: CommonFormat, scanned: Sequence[ScannedRecord], null_hashes: Mapping[str, str]
+    reader: Reader, common: CommonFormat, scanned: Sequence[ScannedRecord], nulls: Mapping[str, NullCaption]
 ) -> StoreSpec:
     """The spec of the store, with its fingerprint.
 
     Args:
       scanned: header or reject of every record.
-      null_hashes: of the null caption of each text encoder, by name.
+      nulls: the null caption of each text encoder, by name.
     Raises: SourceError: a needed setting is unknown.
     """
     recipe, defaults = reader.recipe, reader.defaults
@@ -48,8 +50,10 @@ def describe_import(
     vae = VaeSection(model=recipe.vae.model or defaults.vae, subfolder=subfolder)
     sections, encoders = _text_sections(reader, common), []
     for (name, section), (length, width, dtype) in zip(sections.items(), common.captions, strict=True):
-        identity = _identity(reader.kind, section.model, dtype, {"null_caption": null_hashes[name]})
+        null_hash = f"{row_checksum(nulls[name].rows):016x}"
+        identity = _identity(reader.kind, section.model, dtype, {"null_caption": null_hash})
         spec = _text_spec(reader, section, length, width, dtype)
+        spec = spec.model_copy(update={"null_tokens": nulls[name].num_tokens})
         encoders.append(TextEncoder(name=name, spec=spec, encoder=identity))
     unnamed = next((one for one in encoders if not one.name), None)
     named = {name: section.model_dump() for name, section in sections.items() if name}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from ...datasets.errors import SourceError
+from ..config import TextSection
 from .source import UNREADABLE
 from .untrusted import MAX_ARRAY_BYTES, parse_npy, read_file, read_npz, read_tensors
 
@@ -14,12 +16,28 @@ ZEROS = "zeros"
 TENSOR = "y_embedding"  # its name in PixArt's checkpoints ends so
 
 
-def read_null(choice: str | None, shape: tuple[int, ...], name: str) -> np.ndarray:
+class NullCaption(NamedTuple):
+    """The null caption of a text encoder.
+
+    Args:
+      rows: (L, D) tokens at the padded length of the captions, or (P,) a pooled vector.
+      num_tokens: of its rows, before the padding.
+    """
+
+    rows: np.ndarray
+    num_tokens: int
+
+
+def read_null(choice: str | None, section: TextSection, shape: tuple[int, ...], name: str) -> NullCaption:
     """The null caption of a text encoder, at the padded length and width of the captions.
+
+    Zeros count as one token, which a model of valid tokens alone reads.
 
     Args:
       choice: "zeros", a .npy, a .npz with ``caption_feature``, or a checkpoint (.safetensors, .pt, .pth) with a tensor
         whose name ends in ``y_embedding``; for several text encoders a folder of NAME_empty.npy, as MLPerf's.
+      section: of the text encoder. Of a language model whose padding is not stored, a file may hold the tokens of the
+        empty caption alone, which are padded with zeros.
       shape: (L, D) of the captions, or (P,) of pooled vectors.
       name: of the text encoder.
     Raises: SourceError: none of these, or another shape.
@@ -32,7 +50,7 @@ def read_null(choice: str | None, shape: tuple[int, ...], name: str) -> np.ndarr
             "takes zeros."
         )
     if choice == ZEROS:
-        return np.zeros(shape, np.float32)
+        return NullCaption(np.zeros(shape, np.float32), num_tokens=1)
     path = Path(choice)
     path = path / f"{name}_empty.npy" if name and path.is_dir() else path
     try:
@@ -46,12 +64,22 @@ def read_null(choice: str | None, shape: tuple[int, ...], name: str) -> np.ndarr
         raise SourceError(f"--null '{path}': cannot be read as a null caption ({error}).") from error
     inner = rows.shape[-len(shape) :]
     rows = rows.reshape(inner) if rows.ndim > len(shape) and rows.size == np.prod(inner) else rows
-    if rows.shape != shape or rows.dtype.kind != "f" or not np.isfinite(rows).all():
-        raise SourceError(
-            f"--null '{path}': {rows.dtype} of shape {rows.shape}; expected finite numbers of shape {shape}, to which "
-            "captions are padded: guidance keeps a caption's mask, so the null caption is read at full length."
+    may_be_shorter = section.kind == "causal_lm" and not section.full_length
+    is_shorter = rows.ndim == len(shape) and rows.shape[1:] == shape[1:] and 1 <= len(rows) < shape[0]
+    has_shape = rows.shape == shape or (may_be_shorter and is_shorter)
+    if not has_shape or rows.dtype.kind != "f" or not np.isfinite(rows).all():
+        why = (
+            "to which captions are padded: guidance keeps a caption's mask, so the null caption is read at full length"
         )
-    return rows
+        if may_be_shorter:
+            why = "or of fewer rows: the tokens of the empty caption, without padding"
+        raise SourceError(
+            f"--null '{path}': {rows.dtype} of shape {rows.shape}; expected finite numbers of shape {shape}, {why}."
+        )
+    if len(shape) == 1:  # a pooled vector
+        return NullCaption(rows, num_tokens=0)
+    padding = np.zeros((shape[0] - len(rows), shape[1]), rows.dtype)
+    return NullCaption(np.concatenate([rows, padding]), num_tokens=len(rows))
 
 
 def _from_checkpoint(path: Path) -> np.ndarray:

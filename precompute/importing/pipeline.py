@@ -17,7 +17,7 @@ from ...datasets.format.layout import Task
 from ...datasets.format.schema import Manifest, StoreSpec
 from ...datasets.recipe import parse_stored
 from ...datasets.revisions.plan import FrozenPlan, freeze_plan
-from ...datasets.revisions.writer import StoreWriter, row_checksum
+from ...datasets.revisions.writer import StoreWriter
 from ..planning.images import num_threads
 from ..planning.opening import newest_plan
 from ..run.clock import Progress
@@ -161,11 +161,11 @@ def _plan(reader: Reader, entries: Sequence[Entry], listing: str, null: str | No
     rejects = [(i, entry.key, header) for i, (entry, header) in pairs if isinstance(header, RecordRejected)]
     limits.count(len(entries), rejects)
     limits.check()
-    hashes = {}
+    nulls = {}
     for (name, section), (length, width, _) in zip(reader.defaults.texts.items(), common.captions, strict=True):
-        null_caption = read_null(null, (width,) if section.output == "pooled" else (length, width), name)
-        hashes[name] = f"{row_checksum(null_caption):016x}"
-    return plan_import(describe_import(reader, common, headers, hashes), entries, headers, listing)
+        shape = (width,) if section.output == "pooled" else (length, width)
+        nulls[name] = read_null(null, section, shape, name)
+    return plan_import(describe_import(reader, common, headers, nulls), entries, headers, listing)
 
 
 def check_resumes(root: Path, plan: FrozenPlan, reader: Reader, listing: str) -> None:

@@ -115,7 +115,7 @@ class CaptionShard(ImportShard):
         spec, name = self._layout.spec, self._layout.name
         shape = (spec.max_tokens, spec.width) if spec.has_tokens else (spec.pooled_width,)
         if self.part.is_null:
-            values = read_null(self._null, shape, name)
+            values = read_null(self._null, self._reader.defaults.texts[name], shape, name).rows
             if f"{row_checksum(values):016x}" != self._plan.spec.text_encoder_of(name).encoder.config["null_caption"]:
                 raise SourceError(f"--null '{self._null}': not the null caption that the store was planned with.")
             return values

@@ -197,6 +197,8 @@ def compatibility_notes(snapshot: Snapshot, *, has_vae: bool = False) -> list[st
             f"Pass max_sequence_length={most}, as in training; for leandit's steps, "
             "sigmas=numpy.linspace(1, pipeline.scheduler.sigma_min, STEPS)."
         )
+        if pipeline_class(snapshot) != "Flux2Pipeline":  # which takes the guidance as an input alone
+            notes.append(f"For leandit's --guidance G pass {FAMILIES[family].guidance_argument}.")
         if spec.config.get("guidance_embeds"):
             notes.append(
                 f"Trained with the guidance {spec.guidance:g} as an input: pass guidance_scale={spec.guidance:g}."

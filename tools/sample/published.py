@@ -66,9 +66,10 @@ def load_published(source: Path, request: SampleRequest, device: torch.device, *
     model.load_state_dict(weights)
     null, null_pooled = (
         part if part is None else part.to(device)
-        for part in null_captions(spec, lambda name: encoded_null(loaded.captions[name]))
+        for part in null_captions(spec, store, lambda name: encoded_null(loaded.captions[name]))
     )
     state: dict[str, Any] = {"latent": store.latent, "place": Path(), "buckets": buckets, "root_hashes": ()}
+    state["base_knows_null"] = True
     return Snapshot(
         path=source,
         step=0,

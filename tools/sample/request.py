@@ -44,7 +44,13 @@ class SampleRequest:
         ),
     ] = field(default_factory=list)
     bucket: Annotated[str | None, Option(help="HxW in pixels; default: the most common bucket.")] = None
-    guidance: Annotated[float, Option(help="Classifier-free guidance scale; 1: none.")] = 4.0
+    guidance: Annotated[
+        float | None,
+        Option(
+            help="Classifier-free guidance scale; 1: none. Default: 4, or 1 for a model with guidance as an input "
+            "(FLUX.1 dev, FLUX.2 dev)."
+        ),
+    ] = None
     guidance_times: Annotated[
         str, Option(metavar="LOW,HIGH", help="Guide only between these times: 0 is data, 1 is noise.")
     ] = "0,1"

@@ -103,7 +103,7 @@ def describe(sampler: ImageSampler) -> dict[str, Any]:
         "bucket": sampler.bucket,
         "sampler": sampler.sampler,
         "steps": request.steps,
-        "guidance": request.guidance,
+        "guidance": sampler.guidance,
         "interval": list(request.interval),
         "guided_channels": request.guided_channels,
         "precision": request.precision,

@@ -16,11 +16,12 @@ from ...datasets.errors import RecipeError, RecordRejected, RunError, SourceErro
 from ...datasets.format.buckets import MAX_RATIO, assign_bucket, bucket_name, bucket_size
 from ...precompute.config import MAX_CROP_SHARE
 from ...precompute.images.decoders import Decoders
-from ...train.models.build import most_tokens_a_side, patch_of
+from ...train.models.build import most_tokens_a_side, patch_of, takes_guidance
 from ...train.optim.precision import autocast_dtype
 from ...train.sampling.guided import Solver, draw_latents
 from ...train.sampling.schedulers import choose_sampler
 from ...train.sampling.snapshot import Snapshot, load_snapshot
+from ...train.weights.folders import knows_null
 from ..inspection.images import LatentDecoder
 from .published import load_published
 from .request import SampleRequest
@@ -30,7 +31,8 @@ LOG = logging.getLogger(__name__)
 DECODED = 16  # images decoded at once: for each, a decoder needs more memory than the model
 LARGEST_GUIDANCE = 100.0
 MANY_FORWARDS = 1000  # compiling takes about a minute, and saves about a third; a rule, not measured on a GPU
-SOLVER = ("sampler", "steps", "guidance", "interval", "guided_channels", "shift", "diffusion", "last_step")
+GUIDANCE = 4.0  # by default
+SOLVER = ("sampler", "steps", "interval", "guided_channels", "shift", "diffusion", "last_step")
 
 
 def open_sampler(
@@ -84,9 +86,12 @@ class ImageSampler:
         self.sampler = choose_sampler(snapshot.objective, request.sampler, steps=request.steps)
         check_request(snapshot, request, self.sampler)
         self.bucket = choose_bucket(snapshot, request.bucket)
+        self.guidance = choose_guidance(snapshot, request)
         how: dict[str, Any] = {name: getattr(request, name) for name in SOLVER}
         precision = request.precision
-        self.solver = Solver(**how, autocast=autocast_dtype(precision, device), tf32=precision == "tf32")
+        self.solver = Solver(
+            **how, guidance=self.guidance, autocast=autocast_dtype(precision, device), tf32=precision == "tf32"
+        )
         where = f"snapshot '{snapshot.path}'"
         self.decoder = LatentDecoder(snapshot.state["vae"], snapshot.latent, request.vae, device, where=where)
         own_image, self._warnings = None, [self.snapshot.warning]
@@ -114,7 +119,7 @@ class ImageSampler:
             "weights": self.snapshot.weights,
             "bucket": self.bucket,
             "sampler": self.sampler,
-            "guidance": self.request.guidance,
+            "guidance": self.guidance,
             "warning": "; ".join(filter(None, [*self._warnings, *self.subjects.warnings])) or None,
         }
 
@@ -186,15 +191,20 @@ def read_own_image(path: Path, buckets: Sequence[str]) -> tuple[np.ndarray, str,
 
 def check_request(snapshot: Snapshot, request: SampleRequest, sampler: str) -> None:
     """Raise RecipeError for guidance or an image that the model does not take, or an option of another sampler."""
-    guidance, channels = request.guidance, snapshot.spec.channels
+    guidance, channels = choose_guidance(snapshot, request), snapshot.spec.channels
     if not 0 <= guidance <= LARGEST_GUIDANCE:
         raise RecipeError(f"--guidance {guidance:g}: expected a number from 0 to {LARGEST_GUIDANCE:g}; 1 means none.")
     if request.guided_channels > channels:
         raise RecipeError(f"--guided-channels {request.guided_channels}: the latents have {channels} channels.")
-    if guidance != 1 and snapshot.state.get("drop") == 0:
+    if guidance != 1 and not knows_null(snapshot.state):
         raise RecipeError(
             f"--guidance {guidance:g}: the model was trained with conditioning.drop = 0, so it has not learned the "
             "null condition that guidance needs. Use --guidance 1."
+        )
+    if guidance != 1 and snapshot.spec.takes_text and snapshot.conditioner.null_caption is None:
+        raise RecipeError(
+            f"--guidance {guidance:g}: snapshot '{snapshot.path}' has no null caption, because its store does not say "
+            "how many tokens it has. Train on a store of this release, or use --guidance 1."
         )
     if request.image and not snapshot.spec.reference:
         raise RecipeError(f"--image: model '{snapshot.spec.name}' edits no image. Leave it out.")
@@ -204,6 +214,13 @@ def check_request(snapshot: Snapshot, request: SampleRequest, sampler: str) -> N
         raise RecipeError("--diffusion, --last-step: only --sampler sde has them. Give it, or leave them out.")
     if snapshot.objective.kind != "flow" and request.shift is not None:
         raise RecipeError(f"--shift {request.shift:g}: only flow matching has one; the run has 'ddpm'. Leave it out.")
+
+
+def choose_guidance(snapshot: Snapshot, request: SampleRequest) -> float:
+    """The requested guidance scale, else 4, or 1 for a distilled model that takes the guidance as an input."""
+    if request.guidance is not None:
+        return request.guidance
+    return 1.0 if takes_guidance(snapshot.spec) else GUIDANCE
 
 
 def choose_bucket(snapshot: Snapshot, requested: str | None) -> str:

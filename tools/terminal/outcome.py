@@ -14,7 +14,7 @@ from ...datasets.format.buckets import bucket_size
 from ...datasets.format.class_names import ClassNames
 from ...datasets.units import plural, readable_time
 from ...precompute.run.bottleneck import DECODE, ENCODE, advice, before_stages, bound_by
-from ...train.weights.folders import SNAPSHOT, STATE, find
+from ...train.weights.folders import SNAPSHOT, STATE, find, knows_null
 from .text import Rows, is_quiet, printable
 
 if TYPE_CHECKING:  # they load torch, or take half of a second
@@ -167,5 +167,5 @@ def sample_with(run: Path) -> Command:
     """The command that draws with a run; one that was trained without a null condition cannot be guided."""
     snapshots = find(SNAPSHOT, run)
     state = read_json(snapshots[-1] / STATE) if snapshots else None
-    unguided = isinstance(state, dict) and state.get("drop") == 0
+    unguided = isinstance(state, dict) and not knows_null(state)
     return ["sample", run, "--out", f"{run}-samples", *(["--guidance", 1] if unguided else [])]

@@ -66,6 +66,11 @@ def diffusers_config(spec: ModelSpec) -> dict[str, Any]:
     return spec.config or FAMILIES[family_of(spec.name) or ""].config(spec)
 
 
+def takes_guidance(spec: ModelSpec) -> bool:
+    """Whether a model is distilled and takes the scale of the guidance as an input."""
+    return family_of(spec.name) is not None and bool(diffusers_config(spec).get("guidance_embeds"))
+
+
 def check_model_name(name: str) -> None:
     """Raise RecipeError if the model name is unknown."""
     known = [f"DiT-{size}/{patch}" for size in SIZES for patch in PATCHES]

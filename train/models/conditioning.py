@@ -3,7 +3,7 @@ guidance, and the extras of techniques."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import register_dataclass, tree_map_only
 
 from ...datasets.batches.captions import Captions
+from ...datasets.format.schema import TextSpec
 from .spec import ModelSpec
 
 ImagesT = TypeVar("ImagesT")
@@ -149,7 +150,8 @@ class Conditioner:
     Args:
       spec: of the model.
       null_caption: (max_tokens, D) embedding of the empty caption, for a model with text; joined, where it reads
-        several text encoders.
+        several text encoders; its valid tokens alone, unless ``spec.pads_null``. None too where a store does not say
+        how many these are: nothing can be dropped then.
       null_pooled: (P,) joined pooled vectors of the empty caption, for a model that reads them.
     """
 
@@ -175,11 +177,18 @@ class Conditioner:
         captions = text.with_tokens(text.embeddings.float() if widen else text.embeddings)
         return Conditioning(captions=captions)
 
-    def drop(self, conditioning: Conditioning, where: Tensor) -> Conditioning:
-        """Replace the conditioning of some images, ``where`` (B,) is true, by null.
+    @property
+    def changes_lengths(self) -> bool:
+        """Whether a dropped caption gets the length of null, which the host must know: ``drop`` takes a CPU tensor."""
+        return self.spec.takes_text and not self.spec.pads_null
 
-        A dropped caption keeps its length, as in PixArt and Sana: the first rows of null replace its tokens. Those of
-        several text encoders, and their pooled vectors, are dropped together.
+    def drop(self, conditioning: Conditioning, where: Tensor) -> Conditioning:
+        """Replace the conditioning of some images by null.
+
+        The tokens of several text encoders, and their pooled vectors, are dropped together.
+
+        Args:
+          where: (B,) bool, true for the images; on the CPU if ``changes_lengths``, else on the device.
         """
         labels, captions, pooled, _ = conditioning
         if labels is not None:
@@ -187,6 +196,8 @@ class Conditioner:
         null = self.null_caption
         assert null is not None
         assert captions is not None
+        if isinstance(captions, Captions) and self.changes_lengths:
+            return conditioning._replace(captions=_replaced(captions, null, where.tolist()))
         if isinstance(captions, Captions):
             images, places = captions.owners
             tokens = torch.where(where[images, None], null.to(captions.tokens)[places], captions.tokens)
@@ -196,6 +207,27 @@ class Conditioner:
             assert self.null_pooled is not None
             pooled = torch.where(where[:, None], self.null_pooled.to(pooled), pooled)
         return conditioning._replace(captions=captions, pooled=pooled)
+
+
+def null_length(spec: ModelSpec, text: TextSpec | None) -> int:
+    """Tokens of the empty caption as a model sees it that reads one text encoder; 0: the store does not say it."""
+    if text is None:
+        return 0
+    return text.max_tokens if spec.pads_null else text.null_length
+
+
+def _replaced(captions: Captions, null: Tensor, dropped: Sequence[bool]) -> Captions:
+    """Captions of which some are null, with its length.
+
+    Args:
+      null: (L, D).
+    """
+    if not any(dropped):
+        return captions
+    rows = list(captions.tokens.split(captions.lengths))
+    null = null.to(captions.tokens)
+    rows = [null if is_dropped else row for row, is_dropped in zip(rows, dropped, strict=True)]
+    return Captions.packed(torch.cat(rows), [len(row) for row in rows])
 
 
 def join_texts(spec: ModelSpec, texts: Mapping[str, Captions]) -> tuple[Tensor, Tensor | None]:

@@ -106,6 +106,8 @@ class ModelSpec(Frozen):
       config: arguments of diffusers' class, if the model came from a folder or the hub.
       adapter: low-rank adapters, which train alone.
       guidance: that a distilled model takes as an input.
+      pads_null: a dropped caption keeps its length, and the first rows of the padded null replace its tokens (PixArt,
+        Sana); else null's own tokens alone replace it, as the pipelines of Qwen-Image and Z-Image ask for it.
       reference: companion of the store whose latents it sees beside the noisy ones; empty: none.
     """
 
@@ -123,6 +125,7 @@ class ModelSpec(Frozen):
     adapter: AdapterSpec | None = None
     texts: tuple[TextInput, ...] = ()
     guidance: float = 1.0
+    pads_null: bool = True
     reference: str = ""
 
     def __hash__(self) -> int:

@@ -25,6 +25,7 @@ from ..data_recipe import Objective
 
 PLAIN = "plain"
 TRAIN_STEPS = 1000
+DROPPED = 0xD20  # key of the draws of dropped captions on the host, apart from those of the device
 GROUP = 16  # images of a generator: enough to keep the device busy, few enough to waste little at a slice's ends
 BETA_START, BETA_END = 1e-4, 0.02  # DDPM's linear schedule (Ho et al. 2020, section 4), as DiT and PixArt use it
 
@@ -211,6 +212,17 @@ def discretized_log_likelihood(x: Tensor, mean: Tensor, log_std: Tensor) -> Tens
 
 
 # -------------------------------------------------------------------------------------------------------------- draws
+
+
+def draw_dropped(share: float, *, seed: int, step: int, rows: slice) -> Tensor:
+    """Which captions become null, (B,) bool on the CPU, for a model whose null has a length of its own.
+
+    Args:
+      share: of the captions.
+      rows: the images, by their place in the global batch.
+    """
+    images = range(rows.start, rows.stop)
+    return torch.tensor([keyed_hash(seed, step, image, DROPPED) < share * 2**64 for image in images], dtype=torch.bool)
 
 
 def draw(

@@ -25,7 +25,7 @@ from ...datasets.store import LatentStore
 from ..config import TrainRecipe
 from ..data_recipe import DataSection, RecordsSection, StoreSection
 from ..models.build import pixels_per_token
-from ..models.conditioning import join_texts
+from ..models.conditioning import join_texts, null_length
 from ..models.spec import ModelSpec
 from ..parallel.ranks import ALONE, Ranks
 from ..techniques.registry import techniques_of
@@ -144,9 +144,11 @@ def caption_odds(section: RecordsSection) -> CaptionOdds | None:
 
 
 def null_captions(
-    spec: ModelSpec, null_of: Callable[[str], tuple[np.ndarray | None, np.ndarray | None]]
+    spec: ModelSpec, store: StoreSpec, null_of: Callable[[str], tuple[np.ndarray | None, np.ndarray | None]]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The empty caption as the model sees it, (max_tokens, D) and (P,) float32; None for what it does not read.
+    """The empty caption as the model sees it, (L, D) and (P,) float32; None for what it does not read.
+
+    L is max_tokens, or for a model of valid tokens alone their number; None too if the store does not say it.
 
     Args:
       null_of: tokens (max_tokens, D) and pooled vector (P,) of the empty caption, by name of the text encoder.
@@ -156,7 +158,8 @@ def null_captions(
     if not spec.texts:
         tokens = null_of("")[0]
         assert tokens is not None
-        return torch.from_numpy(tokens).float(), None
+        length = null_length(spec, store.text)
+        return torch.from_numpy(tokens[:length]).float() if length else None, None
     nulls = {}
     for text in spec.texts:
         nulls[text.name] = caption_of(*null_of(text.name))

@@ -147,6 +147,7 @@ def _spec(recipe: TrainRecipe, store: StoreSpec, learned: ModelSpec | None) -> M
         adapter=adapter,
         texts=texts,
         guidance=recipe.model.guidance,
+        pads_null=FAMILIES[family].pads_null if family else True,
         reference=recipe.model.reference,
         config=config,
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...datasets.batches.batch import Batch
-from ...datasets.errors import RecipeError
+from ...datasets.errors import RecipeError, RunError
 from ...datasets.format.schema import EncoderIdentity, FeatureSpec, LatentSpec, LatentStatistics, StoreSpec
 from ...datasets.loader import BatchLoader
 from ...datasets.revisions.local import encoder_section, vae_of
@@ -19,7 +19,7 @@ from ...datasets.store import LatentStore
 from ..config import TrainRecipe
 from ..models.blocks import checkpoint_blocks, compile_blocks
 from ..models.build import build_model, patch_of
-from ..models.conditioning import NO_EXTRAS, Conditioner, Conditioning, Extras, Microbatch, ModelOutput
+from ..models.conditioning import NO_EXTRAS, Conditioner, Conditioning, Extras, Microbatch, ModelOutput, null_length
 from ..models.diffusers.adapters import add_adapters, narrow_frozen
 from ..models.dit import DiT
 from ..models.spec import ModelSpec
@@ -31,8 +31,9 @@ from ..parallel.engine import SHARDED, Engine, build_engine, first_device
 from ..parallel.ranks import ALONE, Ranks, choose_strategy, from_first
 from ..techniques.registry import features_of, routed_blocks, techniques_of
 from ..techniques.technique import Technique
+from ..weights.folders import knows_null
 from ..weights.init_from import FrozenWeights, hash_of, initial_weights
-from ..weights.sources import lasting_source, source_warnings
+from ..weights.sources import lasting_source, read_snapshot, source_warnings
 from .data import buckets_at, build_loader, null_captions, stored_null
 from .fit import model_for_stores
 
@@ -113,7 +114,8 @@ class Run:
         if is_pretrained:
             for warning in source_warnings(source, spec, store.spec.classes or [], latent):
                 warn(warning)
-        nulls = null_captions(spec, lambda name: stored_null(store, name))
+        check_null(recipe, spec, store)
+        nulls = null_captions(spec, store.spec, lambda name: stored_null(store, name))
         run = build_run(
             recipe,
             spec,
@@ -125,7 +127,8 @@ class Run:
             pretrained=is_pretrained,
         )
         buckets, hashes = buckets_at(recipe.data, stores, 1), [each.root_hash for each in stores]
-        where = {"place": store.path, "buckets": buckets, "root_hashes": hashes}
+        knows = adapts_a_null(recipe)
+        where = {"place": store.path, "buckets": buckets, "root_hashes": hashes, "base_knows_null": knows}
         run.extra = snapshot_state(recipe, store.spec, spec, latent=latent, **where)
         if run.frozen:
             run.extra["frozen"] = run.frozen.model_dump()
@@ -170,6 +173,35 @@ class Run:
         with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
             output: Tensor | ModelOutput = self.engine.forward(noisy, time, images.conditioning, *more)
         return ModelOutput(output.float()) if isinstance(output, Tensor) else output._replace(output=output[0].float())
+
+
+def adapts_a_null(recipe: TrainRecipe) -> bool:
+    """Whether adapters train on weights that have learned the null condition: published ones, or a run's that did."""
+    if not recipe.lora.rank:
+        return False
+    snapshot = read_snapshot(recipe.model.init_from)
+    return snapshot is None or knows_null(snapshot.state)
+
+
+def check_null(recipe: TrainRecipe, spec: ModelSpec, store: LatentStore) -> None:
+    """Check that there is a null condition for all that needs it: dropped captions, and grids with guidance.
+
+    Raises: RecipeError: the model has not learned it; RunError: the store does not say how long it is.
+    """
+    drops, guides = recipe.conditioning.drop > 0, recipe.run.sample_every and recipe.run.sample_guidance != 1
+    if guides and not drops and not adapts_a_null(recipe):
+        raise RecipeError(
+            f"run.sample_guidance {recipe.run.sample_guidance:g}: the weights of model.init_from "
+            f"'{recipe.model.init_from}' were trained with conditioning.drop = 0, so they have not learned the null "
+            "condition that guidance needs. Set it to 1, or conditioning.drop above 0."
+        )
+    reads_one_text = spec.takes_text and not spec.texts
+    if (drops or guides) and reads_one_text and not null_length(spec, store.spec.text):
+        raise RunError(
+            f"store '{store.path}': it does not say how many tokens its null caption has, of which model "
+            f"'{spec.name}' reads no padding, because an earlier release made it. Precompute it into another folder, "
+            "or train without it: conditioning.drop = 0, run.sample_guidance = 1."
+        )
 
 
 def build_run(
@@ -255,6 +287,7 @@ def snapshot_state(
     place: Path,
     buckets: Mapping[str, int],
     root_hashes: Sequence[str | None],
+    base_knows_null: bool = False,
 ) -> dict[str, Any]:
     """What a snapshot stores beside its tensors: all that sampling and export need of recipe and store.
 
@@ -263,6 +296,7 @@ def snapshot_state(
       place: folder of the store, which relative paths of encoders start from.
       buckets: that train, with their number of records.
       root_hashes: of all stores.
+      base_knows_null: the weights that do not train have learned the null condition, whatever this run drops.
     """
     encoder = store.text_encoder
 
@@ -275,6 +309,7 @@ def snapshot_state(
         "spec": spec.model_dump(),
         "objective": recipe.objective.model_dump(),
         "drop": recipe.conditioning.drop,
+        "base_knows_null": base_knows_null,
         "latent": latent.model_dump(),
         "resolution_px": store.images.resolution_px,
         "text": store.text and store.text.model_dump(),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...datasets.errors import RecipeError
 from ...datasets.order.shuffle import keyed_hash
+from ..models.build import FAMILIES, family_of
 from ..models.conditioning import Conditioner, Conditioning, Extras
 from ..models.spec import ModelSpec
 from ..objectives.losses import TRAIN_STEPS
@@ -121,8 +122,8 @@ def guided(
     """The model with guidance, as a function of noisy states, (B, CHW + D), and one time in 0..1000 for all of them.
 
     Conditional and null are one batch at the times that need both. A variance, which follows the state, is not guided.
-    A class token is guided as the latent is. A model that has learned to do without its routed blocks computes null
-    without them.
+    A class token is guided as the latent is. Qwen-Image's guided velocity gets the norm of the conditional one. A model
+    that has learned to do without its routed blocks computes null without them.
 
     Source: Ho and Salimans 2022, equation 6; Kynkaanniemi et al. 2024, section 3 (the interval); Park et al. 2025
     (SPRINT), arXiv 2510.21986 (path-drop guidance).
@@ -131,9 +132,11 @@ def guided(
     if spec.class_width and solver.guided_channels:
         raise RecipeError("guided channels: this model denoises a class token too, and all of it is guided.")
     everywhere = torch.ones(len(inputs), dtype=torch.bool, device=inputs.device)
-    both = conditioning.followed_by(drawn.conditioner.drop(conditioning, everywhere))
+    dropped = everywhere.cpu() if drawn.conditioner.changes_lengths else everywhere
+    both = conditioning.followed_by(drawn.conditioner.drop(conditioning, dropped)) if solver.guidance != 1 else None
     null_path = torch.cat([~everywhere, everywhere]) if spec.drops_path else None
     width = math.prod(shape)
+    family = family_of(spec.name)
     count = min(solver.guided_channels or spec.channels, spec.channels) * math.prod(size) + spec.class_width
 
     def forward(x: Tensor, t: float, given: Conditioning, without_path: Tensor | None = None) -> Tensor:
@@ -146,11 +149,16 @@ def guided(
         return torch.cat([output.float().flatten(1) for output in outputs if output is not None], dim=1)
 
     def guided_forward(x: Tensor, t: float) -> Tensor:
-        if solver.guidance == 1 or not solver.interval[0] <= t / TRAIN_STEPS <= solver.interval[1]:
+        if both is None or not solver.interval[0] <= t / TRAIN_STEPS <= solver.interval[1]:
             return forward(x, t, conditioning)
         output, null = forward(torch.cat([x, x]), t, both, null_path).chunk(2)
         first = null[:, :count] + solver.guidance * (output[:, :count] - null[:, :count])
-        return torch.cat([first, output[:, count:]], dim=1)
+        guided_output = torch.cat([first, output[:, count:]], dim=1)
+        if family is None:
+            return guided_output
+        velocities = [velocity[:, :width].unflatten(1, shape) for velocity in (guided_output, output)]
+        rescaled = FAMILIES[family].rescale_guided(velocities[0], velocities[1])
+        return torch.cat([rescaled.flatten(1), guided_output[:, width:]], dim=1)
 
     return guided_forward
 

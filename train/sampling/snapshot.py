@@ -18,7 +18,7 @@ from ...datasets.format.schema import LatentSpec, TextSpec
 from ...datasets.recipe import parse_stored
 from ..models.blocks import compile_blocks
 from ..models.build import Denoiser, build_model
-from ..models.conditioning import Conditioner
+from ..models.conditioning import Conditioner, null_length
 from ..models.spec import OFF, ModelSpec
 from ..techniques.registry import ObjectiveSection
 from ..weights import checkpoint
@@ -147,7 +147,7 @@ def _read(run: Path, step: int, weights: Weights) -> tuple[checkpoint.Saved, che
 
 def _null_caption(saved: checkpoint.Saved, spec: ModelSpec, text: TextSpec | None) -> dict[str, Tensor]:
     """The tensors of the empty caption by name, for a model with text."""
-    tokens = spec.joined_tokens or (text.max_tokens if spec.takes_text and text else 0)
+    tokens = spec.joined_tokens or (null_length(spec, text) if spec.takes_text else 0)
     shapes = {"embedding": (tokens, spec.caption_width)} if tokens else {}
     shapes |= {"pooled": (spec.pooled_width,)} if spec.pooled_width else {}
     wanted = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 RUN, STATE = "run.json", "state.json"
 RECIPE, METRICS, STARTS, SAMPLES = "recipe.toml", "metrics.jsonl", "starts.jsonl", "samples"
@@ -27,3 +28,14 @@ def steps(kind: str, run: Path) -> Iterator[tuple[int, Path]]:
 def is_run(path: Path) -> bool:
     """Whether a path is a run, or what ``leandit average`` has made."""
     return path.is_dir() and ((path / RUN).is_file() or bool(find(SNAPSHOT, path)))
+
+
+def knows_null(state: Mapping[str, Any]) -> bool:
+    """Whether the model of a snapshot has learned the null condition, so that it can be guided.
+
+    A run that drops no captions has not, unless it trains adapters of weights that have.
+
+    Args:
+      state: of the snapshot.
+    """
+    return state.get("drop") != 0 or bool(state.get("base_knows_null"))

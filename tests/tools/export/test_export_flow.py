@@ -110,12 +110,18 @@ def test_from_images_to_what_the_pipeline_draws(name: str, caption_folder: Path,
     captions = Captions(snapshot, tmp_path / "run", None, None, CPU)
     given = captions.conditioning(captions.embed(PROMPTS))
     side = 64 // store.spec.latent.downscale
+    guided = {
+        scale: draw_latents(snapshot, given, size=(side, side), seed=3, solver=Solver(steps=STEPS, guidance=scale))
+        for scale in (1.0, 4.0)
+    }
     how = {"size": (side, side), "seed": 3, "solver": Solver(steps=STEPS, guidance=1.0)}
-    wanted = draw_latents(snapshot, given, **how)
+    wanted = guided[1.0]
     other = captions.conditioning(captions.embed(PROMPTS[::-1]))
     assert (draw_latents(snapshot, other, **how) - wanted).abs().max() > 1e-3, "captions matter"
-    found = drawn(family, load_pipeline(made["pipeline"], tmp_path / "out"), spec.channels, side)
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    for scale, latents in guided.items():
+        found = drawn(family, load_pipeline(made["pipeline"], tmp_path / "out"), spec.channels, side, scale)
+        torch.testing.assert_close(found, latents, rtol=1e-3, atol=1e-3)
+    assert (guided[4.0] - wanted).abs().max() > 1e-2, "guidance matters"
 
     lora = ("lora.rank=2", f"model.init_from={tmp_path / 'out'}", "optimizer.lr=1e-1", "run.steps=2", *SETTINGS)
     run_to(train_recipe(name, *lora), store, tmp_path / "lora")
@@ -127,7 +133,7 @@ def test_from_images_to_what_the_pipeline_draws(name: str, caption_folder: Path,
     torch.testing.assert_close(drawn(family, pipeline, spec.channels, side), adapted, rtol=1e-3, atol=1e-3)
 
 
-def drawn(family: str, pipeline: Any, channels: int, side: int) -> torch.Tensor:
+def drawn(family: str, pipeline: Any, channels: int, side: int, guidance: float = 1.0) -> torch.Tensor:
     """Latents (2, C, side, side) that a pipeline draws from ``PROMPTS``, from our noise and at our steps."""
     generators = [torch.Generator().manual_seed(keyed_hash(3, number) % 2**63) for number in range(2)]
     noise = torch.stack([torch.randn((channels, side, side), generator=generator) for generator in generators])
@@ -136,15 +142,19 @@ def drawn(family: str, pipeline: Any, channels: int, side: int) -> torch.Tensor:
     how["sigmas"] = np.linspace(1, pipeline.scheduler.sigma_min, STEPS)
     sizes = (2, channels, side, side)
     if family in ("flux1", "qwen-image"):
-        scale, tokens = ("guidance_scale", 24) if family == "flux1" else ("true_cfg_scale", 160)
-        how |= {"latents": pipeline._pack_latents(noise, *sizes), scale: 1.0, "max_sequence_length": tokens}
+        how |= {"true_cfg_scale": guidance, "negative_prompt": ["", ""]}
+        how |= {
+            "latents": pipeline._pack_latents(noise, *sizes),
+            "max_sequence_length": 24 if family == "flux1" else 160,
+        }
         images = pipeline._unpack_latents(pipeline(prompt=[*PROMPTS], **how).images, px, px, 8)
         return images if family == "flux1" else images.squeeze(2)
     if family == "z-image":  # it writes into the list of prompts
-        return pipeline(prompt=[*PROMPTS], **how, latents=noise, guidance_scale=0.0, max_sequence_length=48).images
+        how |= {"guidance_scale": guidance - 1, "negative_prompt": ["", ""], "max_sequence_length": 48}
+        return pipeline(prompt=[*PROMPTS], **how, latents=noise).images
     kept, step = [], pipeline.scheduler.step
     pipeline.scheduler.step = lambda *args, **more: kept.append(step(*args, **more)) or kept[-1]
-    how |= {"latents": noise, "guidance_scale": 1.0, "max_sequence_length": 48}
+    how |= {"latents": noise, "guidance_scale": guidance, "max_sequence_length": 48}
     pipeline(prompt=[*PROMPTS], **how, text_encoder_out_layers=(1, 2, 3))
     return kept[-1][0].transpose(1, 2).unflatten(2, (side, side))
 

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from leandit.datasets.batches.captions import Captions
 from leandit.datasets.errors import LeanditError, RecipeError, RunError
 from leandit.datasets.store import LatentStore
-from leandit.train.models.build import build_model
+from leandit.train.models.build import FAMILIES, build_model
 from leandit.train.models.conditioning import Conditioner, Conditioning
 from leandit.train.models.spec import DiTOptions, ModelSpec, TextInput
 from leandit.train.run.fit import model_spec
@@ -57,6 +57,23 @@ def test_a_dropped_caption_becomes_the_first_rows_of_null_and_keeps_its_length()
     dropped = conditioner.drop(given, torch.tensor([True, False, True])).valid_captions
     assert given.valid_captions.lengths == dropped.lengths == (2, 5, 3)
     assert torch.equal(dropped.tokens, torch.cat([null[:2], text.tokens[2:7], null[:3]]))
+
+
+def test_a_dropped_caption_of_a_model_of_valid_tokens_becomes_the_tokens_of_null_alone() -> None:
+    null, text = torch.randn(4, 6), captions(0, 2, 5, 3)
+    conditioner = Conditioner(TEXT.model_copy(update={"pads_null": False}), null)
+    given = conditioner(None, {"": text})
+    dropped = conditioner.drop(given, torch.tensor([True, False, True])).valid_captions
+    assert dropped.lengths == (4, 5, 4)
+    assert dropped.offsets.tolist() == [0, 4, 9, 13]
+    assert torch.equal(dropped.tokens, torch.cat([null, text.tokens[2:7], null]))
+    kept = conditioner.drop(given, torch.tensor([False] * 3)).valid_captions
+    assert torch.equal(kept.tokens, given.valid_captions.tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_says_whether_its_null_is_padded(family: str) -> None:
+    assert FAMILIES[family].pads_null == (family not in ("qwen-image", "z-image"))
 
 
 def test_clips_stand_beside_each_other_before_t5_and_all_are_dropped_together() -> None:

@@ -66,6 +66,7 @@ class Flux1(DiffusersModel):
         "head": ("proj_out",),
     }
     adapted, takes_reference = TWO_STREAMS, True
+    guidance_argument = 'true_cfg_scale=G, negative_prompt=""'
 
     @classmethod
     def needs(cls, spec: ModelSpec) -> Config:

@@ -39,6 +39,7 @@ class Flux2(Flux1):
         "embedding": ("x_embedder", "context_embedder", "time_guidance_embed.*"),
         "head": ("proj_out",),
     }
+    guidance_argument = "guidance_scale=G"
     adapted = (*TWO_STREAMS, "attn.to_qkv_mlp_proj")
 
     @classmethod

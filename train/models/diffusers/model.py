@@ -66,7 +66,9 @@ class DiffusersModel(nn.Module):
       is_flow: it gives a velocity alone, so it trains with flow matching alone.
       samples_flows: its pipeline takes schedulers of flows.
       takes_guidance: distilled weights of it take the scale of the guidance as an input.
+      guidance_argument: how its pipeline takes classifier-free guidance of the scale G.
       guidance: that scale, where the weights take one.
+      pads_null: see ``ModelSpec.pads_null``.
       takes_reference: it may see the latents of another image, to edit it.
     """
 
@@ -91,6 +93,8 @@ class DiffusersModel(nn.Module):
     is_flow: ClassVar[bool] = False
     samples_flows: ClassVar[bool] = True
     takes_guidance: ClassVar[bool] = False
+    guidance_argument: ClassVar[str] = "guidance_scale=G"
+    pads_null: ClassVar[bool] = True
     takes_reference: ClassVar[bool] = False
     residual: Literal["float32", "bf16"] = "float32"
     guidance: float = 1.0
@@ -168,6 +172,11 @@ class DiffusersModel(nn.Module):
     def forward(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
         """(B, C, H, W), (B,) time in 0..1000, where 1000 is pure noise, captions to (B, out_channels, H, W)."""
         return self.velocity(self.net(**self.inputs(x, t, conditioning), return_dict=False)[0], x)
+
+    @classmethod
+    def rescale_guided(cls, guided: Tensor, conditional: Tensor) -> Tensor:
+        """The guided velocity as its pipeline scales it; both (B, C, H, W)."""
+        return guided
 
     @property
     def blocks(self) -> nn.ModuleList:

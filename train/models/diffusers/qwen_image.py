@@ -19,6 +19,7 @@ from .model import (
     DiffusersModel,
     initialize,
     keep_streams,
+    pack,
     pack_all,
     stream_projections,
     unpack,
@@ -49,7 +50,10 @@ class QwenImage(DiffusersModel):
         "head": ("proj_out",),
     }
     text_width, vae, normalisation = 3584, "AutoencoderKLQwenImage", "mean and std"
-    adapted, takes_reference = TWO_STREAMS, True
+    adapted = TWO_STREAMS
+    takes_reference = True
+    pads_null = False
+    guidance_argument = 'true_cfg_scale=G, negative_prompt=""'
 
     @classmethod
     def needs(cls, spec: ModelSpec) -> Config:
@@ -82,6 +86,13 @@ class QwenImage(DiffusersModel):
 
     def velocity(self, output: Any, x: Tensor) -> Tensor:
         return unpack(output, x)
+
+    @classmethod
+    def rescale_guided(cls, guided: Tensor, conditional: Tensor) -> Tensor:
+        """Give the velocity of each token the norm that it has without guidance, as QwenImagePipeline does."""
+        tokens = pack(guided)
+        norms = [packed.norm(dim=-1, keepdim=True) for packed in (pack(conditional), tokens)]
+        return unpack(tokens * (norms[0] / norms[1]), guided)
 
 
 def rotations(

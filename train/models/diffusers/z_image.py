@@ -54,6 +54,8 @@ class ZImage(DiffusersModel):
         "embedding": ("all_x_embedder.*", "cap_embedder.*", "t_embedder.*"),
         "head": ("all_final_layer.*.linear",),
     }
+    pads_null = False
+    guidance_argument = "guidance_scale=G - 1"
     adapted = tuple(f"attention.{name}" for name in ATTENTION)
 
     @classmethod
