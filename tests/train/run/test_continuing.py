@@ -70,9 +70,8 @@ def test_a_run_goes_on_with_another_value_from_its_checkpoint_alone(key: str, tr
         json.loads(json.dumps(start.changed[key][1]))
         == read_json(run / "run.json")["recipe"][key.split(".")[0]][key.split(".")[1]]
     )
-    assert train(run, 5).code == 3  # the next command names the new value
-    assert train(run, 5, setting).code == 0
-    assert read_starts(run)[-1].changed == {}
+    assert train(run, 4).code == 3  # the next command names the new value
+    assert train(run, 4, setting).code == 0
 
 
 def test_what_is_changed_to_the_same_value_changes_no_bit(train: Train, tmp_path: Path) -> None:
