@@ -77,6 +77,10 @@ class ImagesSection(Section):
     """Largest long side / short side: with several buckets, longer images are rejected; also the limit of "area"."""
     min_px: Annotated[int, Field(ge=1, le=8192)] = 1
     """Images whose shorter side has fewer pixels are rejected (too_small)."""
+    max_megapixels: Annotated[int, Field(ge=1, le=2000)] = 256
+    """Images with more pixels are rejected (too_large). A decoder may use 12 bytes of memory for each pixel."""
+    color: Literal["srgb", "as_stored"] = "srgb"
+    """"srgb": embedded color profiles are applied. "as_stored": they are ignored, as in most published trainers."""
     variants: Annotated[int, Field(ge=1, le=16)] = 1
     """Crops to store per image, one drawn each epoch: the planned crop, then random ones."""
     variant_zoom: Annotated[float, Field(ge=1, le=2)] = 1.25

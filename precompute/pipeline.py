@@ -69,6 +69,7 @@ class Report:
       tokens: counts of the text encoder.
       device: of the encoders, as "cpu" or "cuda".
       num_decoders: images that are read and decoded concurrently.
+      num_ignored_profiles: encoded images whose color profile is broken or of other pixels.
     """
 
     manifest: Manifest | None
@@ -82,6 +83,7 @@ class Report:
     tokens: TokenCount = field(default_factory=TokenCount)
     device: str = "cpu"
     num_decoders: int = 1
+    num_ignored_profiles: int = 0
 
     @property
     def times(self) -> list[StageTime]:
@@ -120,7 +122,7 @@ def precompute(
         encoders = load_encoders(recipe, device)
     for warning in recipe.images.for_vae(encoders.image.downscale).warnings():
         say(warning)
-    with Decoders(num_threads()) as decoders:
+    with Decoders(num_threads(), max_megapixels=recipe.images.max_megapixels) as decoders:
         LOG.info(
             "encoders on %s; %d decoders, one for each core that this process may use, at most %d",
             *(encoders.image.device, decoders.num_at_once, MAX_THREADS),
@@ -140,6 +142,7 @@ def precompute(
         tokens=runner.tokens,
         device=encoders.image.device.type,
         num_decoders=decoders.num_at_once,
+        num_ignored_profiles=runner.num_ignored_profiles,
     )
 
 

@@ -48,10 +48,11 @@ def keep_decoders(patch: pytest.MonkeyPatch) -> Iterator[None]:
     owner = os.getpid()
 
     @contextmanager
-    def borrowed(num_children: int) -> Iterator[Decoders]:
-        how = os.getcwd(), num_children, *Decoders.__init__.__kwdefaults__.values()
-        idle = kept.setdefault(how, []) if os.getpid() == owner else []
-        decoders = idle.pop() if idle else Decoders(num_children)
+    def borrowed(num_children: int, **limits: Any) -> Iterator[Decoders]:
+        limits = Decoders.__init__.__kwdefaults__ | limits
+        key = os.getcwd(), num_children, *limits.values()
+        idle = kept.setdefault(key, []) if os.getpid() == owner else []
+        decoders = idle.pop() if idle else Decoders(num_children, **limits)
         try:
             yield decoders
         except BaseException:

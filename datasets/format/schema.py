@@ -15,7 +15,8 @@ from .token_dtypes import SCALE_CHANNELS
 from .zarr_shard import ArrayLayout, Count, Revision, StorePath
 
 FORMAT_VERSION = 1
-FALLBACK = "^(batch:[1-9][0-9]{0,6}|float32|batch:[1-9][0-9]{0,6},float32)$"  # values of ``Fallback.how``
+_BATCH = "batch:[1-9][0-9]{0,6}"
+FALLBACK = f"^({_BATCH}|({_BATCH},)?(float32|profile|float32,profile))$"  # values of ``Fallback.how``
 LOGVAR_RANGE = (-30.0, 20.0)  # of a stored log-variance, as diffusers' DiagonalGaussianDistribution clamps it
 IMPORTED = "imported:"  # prefix of the class name of an encoder that is only known by its output
 UNKNOWN = "unknown"  # hash of its weights
@@ -341,7 +342,8 @@ class Fallback(_Model):
     """One stored row that was not encoded as planned, which changes its bytes.
 
     "batch:N": in forwards of N rows, because the batch ran out of memory; "float32": again, alone and in float32,
-    because its latent was not finite; or both.
+    because its latent was not finite; "profile": without its color profile, which is broken or of other pixels. Several
+    are joined with commas, in this order.
     """
 
     row: int

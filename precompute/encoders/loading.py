@@ -14,7 +14,7 @@ from ...datasets.errors import RecipeError
 from ...datasets.format.buckets import bucket_name, resize_filter
 from ...datasets.format.schema import FORMAT_VERSION, CompanionSpec, FeatureEncoder, ImageSpec, StoreSpec, TextEncoder
 from ..config import PrecomputeRecipe
-from ..images.pixels import ADM_FILTER, COLOUR
+from ..images.pixels import ADM_FILTER, colour_handling
 from ..sources.source import Source
 from .model_files import library_majors
 from .text.encoder import CaptionEncoder
@@ -108,7 +108,7 @@ def describe_store(
             crop=images.crop,
             buckets=[bucket_name(height_px, width_px) for _, height_px, width_px in table],
             resize_filter=ADM_FILTER if images.crop == "adm" else resize_filter(images.buckets, images.resolution),
-            colour=COLOUR,
+            colour=colour_handling(images.color),
             libraries=library_majors("pillow"),
             variants=images.variants,
             variant_zoom=images.variant_zoom if images.variants > 1 else 1.0,

@@ -30,10 +30,15 @@ from PIL import Image
 from ...datasets.disk.faults import is_fault
 from ...datasets.errors import RecordRejected
 from .faults import open_regular
-from .pixels import PROGRAMMING_ERRORS, decode_image, read_size
+from .opening import MAX_MEGAPIXELS
+from .pixels import decode_image, read_size
 
 READY = b"ready"
 READING, READ = b"reading", b"read"  # sent to the parent, so that it tells a stalled disk from a decoder that hangs
+LARGE = (
+    b"large "  # sent to the parent with a factor: the image has that many times the pixels that the time limit is for
+)
+TIMED_PIXELS = 32_000_000
 PARENT_CHECK_SECONDS = 5.0
 HEADER_BYTES = 1 << 16  # of a JPEG; they nearly always contain its size
 JPEG_BEGIN = b"\xff\xd8\xff"
@@ -72,7 +77,7 @@ def read_bytes(path: str, offset: int, num_bytes: int, stage: str, *, at_most: i
     return data
 
 
-def size_of_head(head: bytes, num_bytes: int) -> tuple[int, int] | None:
+def size_of_head(head: bytes, num_bytes: int, max_megapixels: int = MAX_MEGAPIXELS) -> tuple[int, int] | None:
     """Height and width in pixels of an image whose first bytes are at hand; None if more of them are needed.
 
     Args:
@@ -80,15 +85,20 @@ def size_of_head(head: bytes, num_bytes: int) -> tuple[int, int] | None:
     Raises: RecordRejected: all bytes are at hand, and they are no image.
     """
     if len(head) == num_bytes:
-        return read_size(head)
+        return read_size(head, max_megapixels=max_megapixels)
     if head.startswith(JPEG_BEGIN):  # its size and orientation precede the pixels
         with contextlib.suppress(RecordRejected):
-            return read_size(head)
+            return read_size(head, max_megapixels=max_megapixels)
     return None
 
 
 def size_in_file(
-    path: str, offset: int, num_bytes: int, *, told: Callable[[bytes], None] = lambda _: None
+    path: str,
+    offset: int,
+    num_bytes: int,
+    *,
+    told: Callable[[bytes], None] = lambda _: None,
+    max_megapixels: int = MAX_MEGAPIXELS,
 ) -> tuple[int, int]:
     """Height and width in pixels of an image in a file; of a JPEG usually only the first bytes are read.
 
@@ -98,19 +108,21 @@ def size_in_file(
     """
     head = read_bytes(path, offset, num_bytes, "scan", at_most=HEADER_BYTES)
     told(READ)
-    if size := size_of_head(head, num_bytes):
+    size = size_of_head(head, num_bytes, max_megapixels)
+    if size:
         return size
     told(READING)
     data = read_bytes(path, offset, num_bytes, "scan")
     told(READ)
-    return read_size(data)
+    return read_size(data, max_megapixels=max_megapixels)
 
 
-def answer_sizes(places: list[tuple[str, int, int]], seconds: float) -> Answer:
+def answer_sizes(places: list[tuple[str, int, int]], seconds: float, max_megapixels: int = MAX_MEGAPIXELS) -> Answer:
     """Read the headers of many images: as many as fit into the time limit, but at least one.
 
-    Returns: "sizes": for each (height_px, width_px), or (stage, reason, detail) of a reject; those before a fault.
-    Raises: OSError: a fault at the first.
+    Returns: "sizes": for each (height_px, width_px), or (stage, reason, detail) of a reject; those before a fault
+      or a mistake of ours.
+    Raises: OSError: a fault at the first. Whatever else is raised at the first.
     """
     sizes: list[tuple[int, int] | tuple[str, str, str]] = []
     end = time.monotonic() + seconds
@@ -118,13 +130,13 @@ def answer_sizes(places: list[tuple[str, int, int]], seconds: float) -> Answer:
         if sizes and time.monotonic() > end:
             break
         try:
-            sizes.append(size_in_file(*place))
+            sizes.append(size_in_file(*place, max_megapixels=max_megapixels))
         except RecordRejected as reject:
             sizes.append((reject.stage, reject.reason, reject.detail))
-        except OSError:
+        except Exception:
             if not sizes:
                 raise
-            break  # the next message begins with this one
+            break  # the next message begins with this one, so that an error names it
     return {"sizes": sizes}, None
 
 
@@ -133,27 +145,36 @@ def answer(job: dict[str, Any]) -> Answer:
 
     Args:
       job: stage "scan" or "decode"; of many images their places (path, offset, num_bytes) and seconds for all of them;
-        of one image path, offset, num_bytes, or its data; told as for ``size_in_file``; for "decode" the
-        "how" of ``decode_image``.
+        of one image path, offset, num_bytes, or its data; told as for ``size_in_file``; max_megapixels as for
+        ``read_size``; for "decode" the "how" of ``decode_image``.
     Returns: "sizes"; or "size" (height_px, width_px), "head" if only the data's beginning was sent; of a decoded image
-      also "checksum", "seconds" (reading, decoding) and its pixels.
+      also "checksum", "seconds" (reading, decoding), "notes" and its pixels.
     Raises: as ``read_bytes``.
     """
     told: Callable[[bytes], None] = job.get("told", lambda _: None)
+    max_megapixels = job.get("max_megapixels", MAX_MEGAPIXELS)
     if "places" in job:
-        return answer_sizes(job["places"], job["seconds"])
+        return answer_sizes(job["places"], job["seconds"], max_megapixels)
     data, start = job.get("data"), time.perf_counter()
     if job["stage"] == "scan":
         if data is None:
-            return {"size": size_in_file(job["path"], job["offset"], job["num_bytes"], told=told)}, None
-        return {"size": size_of_head(data, job["num_bytes"])}, None
+            place = job["path"], job["offset"], job["num_bytes"]
+            return {"size": size_in_file(*place, told=told, max_megapixels=max_megapixels)}, None
+        return {"size": size_of_head(data, job["num_bytes"], max_megapixels)}, None
     if data is None:
         data = read_bytes(job["path"], job["offset"], job["num_bytes"], "decode")
         told(READ)
     read_seconds = time.perf_counter() - start
-    pixels, size = decode_image(data, **job["how"])
+
+    def ask_for_time(num_pixels: int) -> None:
+        if num_pixels > TIMED_PIXELS:
+            told(LARGE + str(math.ceil(num_pixels / TIMED_PIXELS)).encode())
+
+    notes = list[str]()
+    pixels, size = decode_image(data, max_megapixels=max_megapixels, notes=notes, on_header=ask_for_time, **job["how"])
     seconds = read_seconds, time.perf_counter() - start - read_seconds
-    return {"size": size, "checksum": xxhash.xxh3_64_intdigest(data), "seconds": seconds}, pixels
+    checksum = xxhash.xxh3_64_intdigest(data)
+    return {"size": size, "checksum": checksum, "seconds": seconds, "notes": notes}, pixels
 
 
 def serve(
@@ -168,7 +189,13 @@ def serve(
                 return
         job = json.loads(connection.recv_bytes())
         signal.alarm(math.ceil(2 * timeout_seconds))  # if the child hangs and the parent is dead
-        job["told"] = connection.send_bytes
+
+        def told(message: bytes) -> None:
+            if message.startswith(LARGE):
+                signal.alarm(math.ceil(2 * timeout_seconds) * int(message.removeprefix(LARGE)))
+            connection.send_bytes(message)
+
+        job["told"] = told
         if job["is_sent"]:
             job["data"] = connection.recv_bytes()
         head: dict[str, Any]
@@ -180,10 +207,8 @@ def serve(
         except MemoryError:
             head = {"reject": (job["stage"], "too_large", "more memory than a decoder may use")}
         except OSError as error:
-            if not is_fault(error):
-                raise
-            head = {"fault": (error.errno, error.strerror)}
-        except PROGRAMMING_ERRORS:
+            head = {"fault": (error.errno, error.strerror)} if is_fault(error) else {"error": traceback.format_exc()}
+        except Exception:  # noqa: BLE001 - a mistake of ours, which the parent reports with the name of the file
             head = {"error": traceback.format_exc()}
         head["shape"] = None if pixels is None else pixels.shape
         connection.send_bytes(json.dumps(head).encode())
@@ -200,7 +225,8 @@ def limit(memory_mib: int) -> None:
     # Schedulers signal all processes of a job, but the parent still waits for images.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    warnings.simplefilter("error", Image.DecompressionBombWarning)
+    Image.MAX_IMAGE_PIXELS = None  # ``open_image`` checks the recipe's limit
+    warnings.simplefilter("ignore")  # of broken metadata
 
 
 def main(answer: Callable[[dict[str, Any]], Answer] = answer) -> None:

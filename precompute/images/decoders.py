@@ -28,8 +28,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...datasets.errors import RecordRejected, ResourceError
-from .decoder_child import READ, READING, READY
+from .decoder_child import LARGE, READ, READING, READY
 from .faults import retried
+from .opening import MAX_MEGAPIXELS
 
 LOG = logging.getLogger(__name__)
 CHILD_MODULE = f"{__package__}.decoder_child"
@@ -37,7 +38,10 @@ START_SECONDS = 600.0  # until a living child counts as hung: a cold interpreter
 ALIVE_SECONDS = 1.0  # between two looks at a child that starts
 END_SECONDS = 2.0  # from the end of a socket to the end of its process
 MAX_HEAD_BYTES = 1 << 20
-RETRY_PATIENCE = 4  # times the time-out, for a large image on a busy machine
+RETRY_PATIENCE = 4  # times the time-out, on a busy machine
+MIN_MEMORY_MIB = 4096  # address space of a child, most of it libraries and what is never touched
+MEMORY_BYTES_PER_PIXEL = 12  # RGBA as decoded, its colours, and an upright copy
+LIBRARIES_MIB = 1024
 
 
 class ImagePlace(NamedTuple):
@@ -66,6 +70,7 @@ class Decoded:
       source_checksum: XXH3-64 of the encoded bytes.
       read_seconds: of the child's read; 0 for bytes that were sent.
       decode_seconds: of the rest.
+      notes: what was not done as planned, as for ``pixels.decode_image``.
       companions: other images of the same record, by name.
     """
 
@@ -74,6 +79,7 @@ class Decoded:
     source_checksum: int
     read_seconds: float = 0.0
     decode_seconds: float = 0.0
+    notes: tuple[str, ...] = ()
     companions: Mapping[str, Decoded] = field(default_factory=dict)
 
 
@@ -85,9 +91,9 @@ class Decoders:
 
     Args:
       num_children: maximum number of processes, and so of concurrent images.
-      timeout_seconds: for reading and decoding one image. After a crash or time-out a new child tries once more with
-        a longer limit: the machine may have been at fault.
-      memory_mib: address space of one child.
+      timeout_seconds: for reading and decoding one image; of a large one for each TIMED_PIXELS. After a crash or
+        time-out a new child tries once more with a longer limit: the machine may have been at fault.
+      max_megapixels: of an image; larger ones are rejected. It also decides the address space of a child.
     """
 
     def __init__(
@@ -95,13 +101,14 @@ class Decoders:
         num_children: int,
         *,
         timeout_seconds: float = 5.0,
-        memory_mib: int = 4096,
+        max_megapixels: int = MAX_MEGAPIXELS,
         _child_module: str = CHILD_MODULE,
     ) -> None:
         if num_children < 1:
             raise ValueError(f"num_children is {num_children}; expected at least 1")
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds, self._max_megapixels = timeout_seconds, max_megapixels
         self._owner, self._closed = os.getpid(), threading.Event()
+        memory_mib = max(MIN_MEMORY_MIB, LIBRARIES_MIB + (MEMORY_BYTES_PER_PIXEL * max_megapixels * 1_000_000 >> 20))
         self._children = [DecoderProcess(_child_module, timeout_seconds, memory_mib) for _ in range(num_children)]
         # Last in, first out: running children are preferred to new ones.
         self._idle: queue.LifoQueue[DecoderProcess] = queue.LifoQueue()
@@ -143,6 +150,7 @@ class Decoders:
           RuntimeError: a bug in the decoder, or this is closed.
         """
         job = {"stage": "scan", "path": str(path), "offset": offset, "num_bytes": num_bytes}
+        job["max_megapixels"] = self._max_megapixels
         answer, _ = self._ask(job, data)
         return answer["size"] and tuple(answer["size"])
 
@@ -156,6 +164,7 @@ class Decoders:
         found: list[tuple[int, int] | RecordRejected] = []
         while rest := [(str(path), offset, size) for path, offset, size, _ in places[len(found) :]]:
             job = {"stage": "scan", "places": rest, "seconds": self._timeout_seconds / 2}
+            job["max_megapixels"] = self._max_megapixels
             try:
                 head, _ = self._ask(job, None, patience=(1,))
             except RecordRejected:
@@ -187,9 +196,18 @@ class Decoders:
         Raises: as ``size``, with the stage "decode".
         """
         job = {"stage": "decode", "path": str(path), "offset": offset, "num_bytes": num_bytes, "how": how}
+        job["max_megapixels"] = self._max_megapixels
         head, pixels = self._ask(job, data)
         assert pixels is not None, "a child answers a decode with pixels"
-        return Decoded(pixels, tuple(head["size"]), head["checksum"], *head["seconds"])
+        read_seconds, decode_seconds = head["seconds"]
+        return Decoded(
+            pixels=pixels,
+            size=tuple(head["size"]),
+            source_checksum=head["checksum"],
+            read_seconds=read_seconds,
+            decode_seconds=decode_seconds,
+            notes=tuple(head["notes"]),
+        )
 
     def _ask(
         self, job: dict[str, Any], data: bytes | None, *, patience: tuple[int, ...] = (1, RETRY_PATIENCE)
@@ -227,7 +245,8 @@ class Decoders:
         if "fault" in head:
             raise OSError(*head["fault"])
         if "error" in head:
-            raise RuntimeError(f"image '{path}': a bug in the decoder\n{head['error']}")
+            where = f" at byte {job['offset']}" if job.get("offset") else ""
+            raise RuntimeError(f"image '{path}'{where}: a bug in the decoder, please report it\n{head['error']}")
         return head, pixels
 
 
@@ -257,8 +276,11 @@ class DecoderProcess:
                 connection.send_bytes(data)
             end = time.monotonic() + self._timeout_seconds * patience
             message = READ
-            while message in (READ, READING):
-                if (left := end - time.monotonic()) <= 0 or not connection.poll(left):
+            while message in (READ, READING) or message.startswith(LARGE):
+                if message.startswith(LARGE):
+                    end += self._timeout_seconds * patience * int(message.removeprefix(LARGE))
+                left = end - time.monotonic()
+                if left <= 0 or not connection.poll(left):
                     raise BlockingIOError
                 message = connection.recv_bytes(MAX_HEAD_BYTES)
                 is_reading = message == READING or (is_reading and message != READ)

@@ -1,29 +1,23 @@
-"""From the bytes of an image file to the pixels of its bucket: upright, RGB, cropped; or a reason why not.
-
-Every mode that Pillow knows is either converted in a defined way or rejected: transparency is composited on white,
-16-bit grey is scaled, CMYK and palettes are converted, the first frame of an animation is used. Color profiles are
-not applied, as in the published trainers. Where Pillow would silently give wrong colors, they are corrected here, or
-the image is rejected.
-"""
+"""From the bytes of an image file to the pixels of its bucket: upright, RGB, cropped; or a reason why not."""
 
 from __future__ import annotations
 
-import importlib
-import io
-import struct
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import xxhash
-from PIL import Image, ImageChops, ImageFile, UnidentifiedImageError
+from PIL import Image
 
 from ...datasets.errors import RecordRejected
 from ...datasets.format.buckets import adm_sizes, centre_crop, cover_size
+from .opening import HEIF_LIBRARY, MAX_MEGAPIXELS, open_image, orientation_of
+from .rgb import read_rgb
+from .signatures import format_of
 
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
-MAX_PIXELS = 89_478_485  # Pillow's own warning limit: 256 MiB of RGB
+MAX_RESIZED_PIXELS = 89_478_485  # of an image before its crop: 256 MiB of RGB
 ADM_FILTER = "box halvings, then bicubic"
 RESAMPLING = {
     ADM_FILTER: Image.Resampling.BICUBIC,
@@ -31,37 +25,44 @@ RESAMPLING = {
     "lanczos": Image.Resampling.LANCZOS,
 }
 # What is done to an image before its crop, as the fingerprint of a store has it.
-COLOUR = "exif orientation; white under alpha; 16-bit grey scaled; no colour profile"
-HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")  # ISO/IEC 23008-12
-HEIF_LIBRARY = "pillow_heif"
-
-ORIENTATION_TAG = 0x0112
-BITS_TAG, PHOTOMETRIC_TAG, SAMPLE_FORMAT_TAG, SUBSAMPLING_TAG = 258, 262, 339, 530  # TIFF 6.0
-OPAQUE_MODES = ("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr")
-ALPHA_MODES = ("LA", "La", "PA", "RGBA", "RGBa")
-# EXIF 2.3, section 4.6.4 A: what makes each orientation upright.
-UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+COLOUR = "exif orientation; white under alpha; 16-bit grey scaled; inverted inks in every CMYK JPEG"
+PROFILES = {"srgb": "colour profiles to sRGB, perceptual", "as_stored": "no colour profile"}
+PROFILE_IGNORED = "profile"  # note on an image; it is also part of the column ``fallback`` of a store
 Variant = tuple[float, float, float]
 """A random crop: enlargement of the image, and top and left as shares of the room, from 0 on and below 1."""
 
-PROGRAMMING_ERRORS = (NameError, AttributeError, ImportError, NotImplementedError, AssertionError)
+NO_SIZE = "not identified by this driver"  # in Pillow's words, also of a width or height of 0
+MAX_DETAIL_CHARS = 240
+MISTAKES = (TypeError, AttributeError, LookupError, NameError, AssertionError, ImportError, NotImplementedError)
+READERS = ("PIL", HEIF_LIBRARY)
 
 
-def read_size(data: bytes) -> tuple[int, int]:
+def colour_handling(color: str) -> str:
+    """What is done to an image before its crop, in the words of a store's fingerprint.
+
+    Args:
+      color: ``images.color`` of the recipe, a key of PROFILES.
+    """
+    return f"{COLOUR}; {PROFILES[color]}"
+
+
+def max_megapixels_of(recipe: Mapping[str, Any]) -> int:
+    """``images.max_megapixels`` of a store's recipe; the default for one that has none, as an imported store."""
+    return recipe.get("images", {}).get("max_megapixels", MAX_MEGAPIXELS)
+
+
+def color_of(handling: str) -> str:
+    """``images.color`` of a store with this handling; "as_stored" for one of an older release."""
+    return "srgb" if handling.endswith(PROFILES["srgb"]) else "as_stored"
+
+
+def read_size(data: bytes, *, max_megapixels: int = MAX_MEGAPIXELS) -> tuple[int, int]:
     """Height and width in pixels of an image, upright, from its header.
 
-    Raises: RecordRejected: stage "scan"; not an image, or too large.
+    Raises: RecordRejected: stage "scan"; not an image, damaged, or too large.
     """
-    with _rejects("scan"), _open(data) as image:
-        is_turned = _orientation(image, data) in (5, 6, 7, 8)
+    with _rejects("scan", data), open_image(data, max_megapixels=max_megapixels) as image:
+        is_turned = orientation_of(image, data) in (5, 6, 7, 8)
         width_px, height_px = image.size
         return (width_px, height_px) if is_turned else (height_px, width_px)
 
@@ -72,9 +73,13 @@ def decode_image(
     bucket: tuple[int, int],
     crop: str,
     resize_filter: str = "bicubic",
+    color: str = "srgb",
+    max_megapixels: int = MAX_MEGAPIXELS,
     beside: tuple[int, int] | None = None,
     mask_px: int = 0,
     variants: Sequence[Variant] = (),
+    notes: list[str] | None = None,
+    on_header: Callable[[int], None] = lambda num_pixels: None,
 ) -> tuple[np.ndarray, tuple[int, int]]:
     """Decode an image, and resize and crop it to its bucket.
 
@@ -83,22 +88,25 @@ def decode_image(
       bucket: (height_px, width_px).
       crop: "adm" or "bucket".
       resize_filter: of the last resize, one of RESAMPLING.
+      color: "srgb" applies colour profiles, "as_stored" does not; a mask is always as stored.
+      max_megapixels: of the image; larger ones are rejected.
       beside: of a companion, height and width in pixels of its record's image.
       mask_px: of a mask, side of the squares whose mean grey is returned; 0 for an image.
       variants: further crops.
+      notes: PROFILE_IGNORED is appended if the colour profile could not be used.
+      on_header: called with the number of pixels before they are decoded.
     Returns: (height_px, width_px, 3) uint8, of a mask (H, W) uint8; with variants all crops, (1 + variants, ...); and
       the height and width in pixels of the image before the resize, as ``read_size`` has them.
     Raises: RecordRejected: stage "decode".
     """
-    with _rejects("decode"):
-        with _open(data) as opened:
-            orientation = _orientation(opened, data)
-            _check_layout(opened)
-            tile = opened.tile[0] if opened.tile else None  # lost by loading
-            opened.load()
-            image = _to_rgb(opened, tile)
-        if orientation in UPRIGHT:
-            image = image.transpose(UPRIGHT[orientation])
+    with _rejects("decode", data):
+        with open_image(data, max_megapixels=max_megapixels) as opened:
+            on_header(opened.width * opened.height)
+            decoded = read_rgb(opened, data, to_srgb=color == "srgb" and not mask_px)
+        del opened  # with the pixels as they were decoded: a large image would be in memory twice
+        image = decoded.image
+        if decoded.ignores_profile and notes is not None:
+            notes.append(PROFILE_IGNORED)
         size = image.height, image.width
         crops = [
             crop_mask(image, bucket, crop, mask_px, beside or size, variant)
@@ -124,23 +132,32 @@ def variant_draws(key: str, count: int, zoom: float) -> list[Variant]:
 
 
 @contextmanager
-def _rejects(stage: str) -> Iterator[None]:
-    """Turn what a decoder raises into a reject of the stage; mistakes in the code stay errors."""
+def _rejects(stage: str, data: bytes) -> Iterator[None]:
+    """Turn what a decoder raises of some bytes into a reject of the stage; mistakes of this package stay errors."""
     try:
         yield
     except RecordRejected as reject:
         raise RecordRejected(stage, reject.reason, reject.detail) from reject
-    except PROGRAMMING_ERRORS:
-        raise
-    except UnidentifiedImageError as error:
-        raise RecordRejected(stage, "not_an_image", "no known image format") from error
+    except MemoryError as error:
+        raise RecordRejected(stage, "too_large", "more memory than a decoder may use") from error
     except Exception as error:
-        reason = "decode_error"
-        if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning, MemoryError)):
-            reason = "too_large"
-        elif isinstance(error, OSError) and "truncated" in str(error).lower():
-            reason = "truncated"
-        raise RecordRejected(stage, reason, f"{type(error).__name__}: {error}"[:200]) from error
+        if isinstance(error, MISTAKES) and not is_raised_by_reader(error):
+            raise
+        words = str(error)
+        if isinstance(error, (OSError, SyntaxError)) and "truncated" in words.lower():
+            reason, problem = "truncated", "end too early"
+        elif words == NO_SIZE:
+            reason, problem = "decode_error", "have no size in their header, or are of a kind that Pillow does not read"
+        else:
+            reason, problem = "decode_error", "are damaged, or of a kind that Pillow does not read"
+        detail = f"its {format_of(data)} data {problem} ({type(error).__name__}: {error})"
+        raise RecordRejected(stage, reason, detail[:MAX_DETAIL_CHARS]) from error
+
+
+def is_raised_by_reader(error: BaseException) -> bool:
+    """Whether an exception comes from inside of a library that reads hostile bytes, not from a mistake here."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(module.partition(".")[0] in READERS for module in modules)
 
 
 def crop_geometry(
@@ -175,8 +192,8 @@ def crop_image(
     Args:
       beside: of a companion, the size of its record's image: it is resized to the same size and cropped at the same
         place.
-    Raises: RecordRejected: the image is so long that it would exceed MAX_PIXELS before the crop; or a companion has
-      another aspect.
+    Raises: RecordRejected: the image is so long that it would exceed MAX_RESIZED_PIXELS before the crop; or a companion
+      has another aspect.
     """
     sizes, top, left = crop_geometry(image.height, image.width, bucket, crop, variant)
     if beside:
@@ -194,7 +211,7 @@ def crop_image(
 
 def resize_problem(height_px: int, width_px: int, resized: tuple[int, int]) -> str:
     """Why an image is too long for its bucket; "" if it isn't."""
-    if resized[0] * resized[1] <= MAX_PIXELS:
+    if resized[0] * resized[1] <= MAX_RESIZED_PIXELS:
         return ""
     return f"{height_px}x{width_px} px would be resized to {resized[0]}x{resized[1]} px before the crop"
 
@@ -262,106 +279,3 @@ def _interval_sums(values: np.ndarray, resized: int, first: int, count: int, ste
     whole, rest = np.divmod((first + step * np.arange(count + 1, dtype=np.int64)) * length, resized)
     part = rest.reshape(-1, *[1] * (values.ndim - 1)) * values[np.minimum(whole, length - 1)]
     return np.diff(resized * ends[whole].astype(np.int64) + part, axis=0)
-
-
-def _open(data: bytes) -> ImageFile.ImageFile:
-    image = Image.open(io.BytesIO(data), formats=(*FORMATS, *_heif_format(data)))
-    if image.width * image.height > MAX_PIXELS:
-        raise RecordRejected(
-            "decode", "too_large", f"{image.width}x{image.height} px, the limit is {MAX_PIXELS} pixels"
-        )
-    return image
-
-
-def _heif_format(data: bytes) -> tuple[str, ...]:
-    """The format of HEIC and HEIF, if the bytes begin like one; pillow-heif reads it, and turns it upright.
-
-    Raises: RecordRejected: it is not installed.
-    """
-    if data[4:8] != b"ftyp" or data[8:12] not in HEIF_BRANDS:
-        return ()
-    try:
-        importlib.import_module(HEIF_LIBRARY).register_heif_opener()
-    except ModuleNotFoundError as error:
-        if b"avif" in data[8:64]:  # one of its brands: Pillow reads it
-            return ()
-        detail = "HEIC or HEIF, which pillow-heif reads: pip install 'leandit[heif]'"
-        raise RecordRejected("decode", "not_an_image", detail) from error
-    return ("HEIF",)
-
-
-def _orientation(image: Image.Image, data: bytes) -> int:
-    if image.format in ("TIFF", "HEIF"):
-        return 1  # their readers apply it
-    # EXIF may follow the pixels of a PNG, and Pillow would decode them all to look: only if there is some.
-    known = {"exif", "Raw profile type exif", "XML:com.adobe.xmp"} & image.info.keys()
-    if image.format == "PNG" and not known and b"eXIf" not in data and b"Raw profile type exif" not in data:
-        return 1
-    try:
-        return int(image.getexif().get(ORIENTATION_TAG, 1))
-    except (OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, struct.error):
-        return 1  # broken EXIF is common in the wild; the pixels are still good
-
-
-def _check_layout(image: Any) -> None:
-    """Reject layouts that Pillow misreads."""
-    if image.format != "TIFF":
-        return
-    if image.mode not in ("I", "F") and any(kind != 1 for kind in image.tag_v2.get(SAMPLE_FORMAT_TAG, (1,))):
-        raise RecordRejected("decode", "unsupported_mode", "samples that are not unsigned integers")
-    # TIFF 6.0, section 21: 2x2 by default. Pillow reads uncompressed pixels as if it were 1x1.
-    if image.mode == "YCbCr" and image.tag_v2.get(SUBSAMPLING_TAG, (2, 2)) != (1, 1):
-        raise RecordRejected("decode", "unsupported_mode", "uncompressed YCbCr with subsampled color")
-
-
-def _to_rgb(image: Image.Image, tile: Any) -> Image.Image:
-    if image.mode.startswith("I;16"):
-        return _from_grey16(image, np.asarray(image))
-    if image.mode == "I":
-        values = np.asarray(image)
-        if image.format not in ("PNG", "PPM") or values.min() < 0 or values.max() > 65535:
-            raise RecordRejected("decode", "unsupported_mode", "32-bit integer pixels")
-        return _from_grey16(image, values)
-    if image.mode not in OPAQUE_MODES + ALPHA_MODES:
-        kind = "floating-point" if image.mode == "F" else image.mode
-        raise RecordRejected("decode", "unsupported_mode", f"{kind} pixels")
-    if image.mode == "P" and not image.getpalette():
-        raise RecordRejected("decode", "decode_error", "a palette image without its palette")
-    if image.mode == "CMYK" and image.format in ("JPEG", "MPO") and "adobe" not in image.info:
-        return ImageChops.invert(image).convert("RGB")  # Pillow assumes Adobe's inverted inks
-    if image.format == "PNG" and "transparency" in image.info:
-        _scale_transparent_colour(image, tile[3])
-    if image.mode in ALPHA_MODES or "transparency" in image.info:
-        # Pillow converts La to RGBA only through LA.
-        with_alpha = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
-        white = Image.new("RGBA", with_alpha.size, "white")
-        rgb = Image.alpha_composite(white, with_alpha).convert("RGB")
-    else:
-        rgb = image.convert("RGB")
-    if image.format == "GIF" and tile[1] != (0, 0, *image.size):
-        # The canvas outside of the first frame is empty; Pillow fills it with the first color of the palette.
-        canvas = Image.new("RGB", rgb.size, "white")
-        canvas.paste(rgb.crop(tile[1]), tile[1])
-        return canvas
-    return rgb
-
-
-def _scale_transparent_colour(image: Image.Image, raw_mode: str) -> None:
-    """Scale a PNG's transparent color from the depth of the file to 8 bits, as Pillow does with the pixels."""
-    if raw_mode == "RGB;16B":
-        raise RecordRejected("decode", "unsupported_mode", "a transparent color in 16-bit RGB")
-    if raw_mode in ("L;2", "L;4"):
-        depth = int(raw_mode[-1])
-        image.info["transparency"] = (image.info["transparency"] & (1 << depth) - 1) * (255 // ((1 << depth) - 1))
-
-
-def _from_grey16(image: Any, values: np.ndarray) -> Image.Image:
-    tags = image.tag_v2 if image.format == "TIFF" else {}
-    largest = (1 << tags.get(BITS_TAG, (16,))[0]) - 1  # a TIFF may hold 12 bits a sample
-    scaled = np.round(np.minimum(np.arange(1 << 16), largest) / (largest / 255)).astype(np.uint8)
-    if tags.get(PHOTOMETRIC_TAG) == 0:  # white is zero
-        scaled = 255 - scaled
-    grey = scaled[values]  # a look-up table is much faster than arithmetic on every pixel
-    if "transparency" in image.info:
-        grey[values == image.info["transparency"]] = 255
-    return Image.fromarray(grey).convert("RGB")

@@ -16,7 +16,7 @@ from ...datasets.format.schema import ImageSpec
 from ...datasets.format.table_schemas import PLACES
 from ...datasets.revisions.plan import FrozenPlan
 from ..images.decoders import Decoded, Decoders
-from ..images.pixels import variant_draws
+from ..images.pixels import color_of, variant_draws
 from ..sources.source import OpenedSource
 from .clock import StageClock
 
@@ -51,7 +51,12 @@ class ImageReader:
             fetch_seconds = time.perf_counter() - start
             images = self.images
             decoded = self.decoders.decode(
-                *where, bucket=bucket, crop=images.crop, resize_filter=images.resize_filter, **how
+                *where,
+                bucket=bucket,
+                crop=images.crop,
+                resize_filter=images.resize_filter,
+                color=color_of(images.colour),
+                **how,
             )
         except RecordRejected as reject:
             return reject

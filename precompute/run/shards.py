@@ -234,8 +234,10 @@ class ImageShard(Shard):
                     source_checksum=file.source_checksum,
                     size=file.size,
                 )
-            if result.fallback:
-                self.fallbacks.append(Fallback(row=row, how=result.fallback))
+            notes = {note for file in (image, *image.companions.values()) for note in file.notes}
+            fallback = ",".join(filter(None, [result.fallback, *sorted(notes)]))
+            if fallback:
+                self.fallbacks.append(Fallback(row=row, how=fallback))
             outcomes.append((self._images.keys[row], None))
         return outcomes
 

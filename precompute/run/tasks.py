@@ -28,6 +28,7 @@ from ..config import SourceSection
 from ..encoders.loading import Encoders
 from ..encoders.text.encoder import CaptionEncoder, TokenCount
 from ..images.decoders import Decoders
+from ..images.pixels import PROFILE_IGNORED
 from ..sharing.leases import Leases, seal_alone
 from ..sources.listing.listing import with_places
 from ..sources.source import OpenedSource, Source
@@ -56,11 +57,13 @@ class ShardRunner(ABC):
     Attributes:
       clock: seconds of each stage.
       num_encoded: images in the shards that this process has committed.
+      num_ignored_profiles: those of them whose color profile could not be used.
       num_left: shards that were left to other parts.
     """
 
     clock: StageClock = field(default_factory=StageClock)
     num_encoded: int = 0
+    num_ignored_profiles: int = 0
     num_left: int = 0
 
     @property
@@ -146,7 +149,10 @@ class ShardRunner(ABC):
 
     def _commit(self, writer: StoreWriter, leases: Leases, shard: Shard) -> None:
         with self.clock.measure("write"):
-            self.num_encoded += commit_shard(writer, leases, shard)
+            num_committed = commit_shard(writer, leases, shard)
+        self.num_encoded += num_committed
+        if num_committed:
+            self.num_ignored_profiles += sum(PROFILE_IGNORED in fallback.how for fallback in shard.fallbacks)
 
     def filled(
         self, shards: Iterable[Shard], *, on_batch: Callable[[Shard, int, Outcomes], None] = lambda *_: None

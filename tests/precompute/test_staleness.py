@@ -35,6 +35,7 @@ from leandit.precompute.encoders import vae as encoders_module
 from leandit.precompute.encoders.loading import load_encoders
 from leandit.precompute.encoders.model_files import local_folder
 from leandit.precompute.encoders.text import encoder as text
+from leandit.precompute.images import pixels
 from leandit.precompute.pipeline import Report
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -135,7 +136,13 @@ CHANGED: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], list[str]], str]] 
         recipe_with("images.crop=adm", "images.buckets=square"),
         "images.crop is 'bucket' in the store, 'adm' now",
     ),
-    "colour": (code_with(loading, "COLOUR", "with profiles"), "images.colour is "),
+    "color": (
+        recipe_with("images.color=as_stored"),
+        "images.colour is 'exif orientation; white under alpha; 16-bit grey scaled; inverted inks in every CMYK JPEG; "
+        "colour profiles to sRGB, perceptual' in the store, 'exif orientation; white under alpha; 16-bit grey scaled; "
+        "inverted inks in every CMYK JPEG; no colour profile' now",
+    ),
+    "handling of colors": (code_with(pixels, "COLOUR", "as in an older release"), "images.colour is "),
     "store dtype": (recipe_with("store.dtype=float32"), "latent.dtype is 'float16' in the store, 'float32' now"),
     "shard size": (recipe_with("store.shard_mib=2"), "shard_mib is 1 in the store, 2 now"),
     "codec": (recipe_with("store.codec=zstd"), "codec is 'none' in the store, 'zstd' now"),

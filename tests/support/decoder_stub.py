@@ -51,6 +51,8 @@ def misbehave(path: Path, job: dict[str, Any]) -> None:
             if not (marker := path.with_name("killed")).exists():
                 marker.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
+        case "type error":
+            None[0]  # type: ignore[index]
         case "name error":
             undefined_name  # type: ignore[name-defined]  # noqa: B018, F821
 

@@ -83,8 +83,8 @@ def recipe(*overrides: str) -> PrecomputeRecipe:
 class InProcessDecoders(Decoders):
     """The same function on the same bytes, without a child, which costs time."""
 
-    def __init__(self, num_children: int) -> None:
-        super().__init__(2)
+    def __init__(self, num_children: int, **limits: Any) -> None:
+        super().__init__(2, **limits)
 
     def _try(self, job: dict[str, Any], data: bytes | None, *_: object) -> tuple[dict[str, Any], Any]:
         assert data is None

@@ -74,18 +74,26 @@ def tiff(
     *,
     order: str = "<",
     tags: dict[int, list[int]] | None = None,
+    num_strips: int = 1,
 ) -> bytes:
-    """An uncompressed TIFF of one strip.
+    """An uncompressed TIFF.
 
     Args:
       photometric: 0 white is zero, 1 black is zero, 2 RGB, 3 palette, 5 CMYK, 6 YCbCr, 8 Lab.
       bits: of each sample of a pixel.
       order: "<" little-endian, ">" big-endian.
       tags: more tags, of 16-bit numbers.
+      num_strips: strips of equal size; of samples in planes (tag 284: 2), as many as there are samples.
     """
+    strip = len(rows) // num_strips
     entries = {256: ("I", [width_px]), 257: ("I", [height_px]), 258: ("H", bits), 259: ("H", [1])}
-    entries |= {262: ("H", [photometric]), 273: ("I", [8]), 277: ("H", [len(bits)]), 278: ("I", [height_px])}
-    entries |= {279: ("I", [len(rows)])} | {tag: ("H", values) for tag, values in (tags or {}).items()}
+    entries |= {
+        262: ("H", [photometric]),
+        273: ("I", [8 + i * strip for i in range(num_strips)]),
+        277: ("H", [len(bits)]),
+        278: ("I", [height_px]),
+    }
+    entries |= {279: ("I", [strip] * num_strips)} | {tag: ("H", values) for tag, values in (tags or {}).items()}
     pixels = rows + b"\0" * (len(rows) % 2)
     directory, tail = struct.pack(order + "H", len(entries)), b""
     end = 8 + len(pixels) + 2 + 12 * len(entries) + 4
@@ -99,6 +107,97 @@ def tiff(
             tail += body
     start = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(order + "I", 8 + len(pixels))
     return start + pixels + directory + b"\0\0\0\0" + tail
+
+
+def planar_tiff(
+    planes: np.ndarray, photometric: int, *, order: str = "<", tags: dict[int, list[int]] | None = None
+) -> bytes:
+    """A TIFF whose samples lie in planes.
+
+    Args:
+      planes: (samples, H, W) uint8 or uint16.
+    """
+    num_samples, height_px, width_px = planes.shape
+    rows = planes.astype(planes.dtype.newbyteorder(order)).tobytes()
+    bits = [8 * planes.dtype.itemsize] * num_samples
+    more = {284: [2]} | (tags or {})
+    return tiff(width_px, height_px, photometric, bits, rows, order=order, tags=more, num_strips=num_samples)
+
+
+# --- Color profiles: ICC.1:2001-04 ------------------------------------------------------------------------------------
+
+D50 = (0.9642, 1.0, 0.8249)
+D65 = (0.3127, 0.3290)
+SRGB_PRIMARIES = (0.64, 0.33, 0.30, 0.60, 0.15, 0.06)
+P3_PRIMARIES = (0.680, 0.320, 0.265, 0.690, 0.150, 0.060)
+BRADFORD = np.array([[0.8951, 0.2664, -0.1614], [-0.7502, 1.7135, 0.0367], [0.0389, -0.0685, 1.0296]])
+
+
+def rgb_to_xyz(primaries: tuple[float, ...]) -> np.ndarray:
+    """(3, 3) matrix from linear RGB with a white of D65; ``primaries``: x and y of red, green, blue."""
+
+    def xyz(x: float, y: float) -> list[float]:
+        return [x / y, 1.0, (1 - x - y) / y]
+
+    columns = np.array([xyz(*primaries[i : i + 2]) for i in (0, 2, 4)]).T
+    return columns * np.linalg.solve(columns, xyz(*D65))
+
+
+def icc_profile(space: bytes, tags: dict[bytes, bytes], *, connection: bytes = b"XYZ ", kind: bytes = b"mntr") -> bytes:
+    """A profile of version 2."""
+    text = b"desc" + bytes(4) + struct.pack(">I", 2) + b"x\0" + bytes(78)
+    tags = {b"desc": text, b"cprt": b"text" + bytes(4) + b"x\0", b"wtpt": _xyz_type(D50)} | tags
+    table, body = struct.pack(">I", len(tags)), b""
+    start = 128 + 4 + 12 * len(tags)
+    for name, content in tags.items():
+        table += name + struct.pack(">II", start + len(body), len(content))
+        body += content + bytes(-len(content) % 4)
+    head = struct.pack(">I4sI4s4s4s", start + len(body), bytes(4), 0x02100000, kind, space, connection)
+    head += struct.pack(">6H", 2020, 1, 1, 0, 0, 0) + b"acsp" + bytes(28) + _xyz_type(D50)[8:]
+    return head.ljust(128, b"\0") + table + body
+
+
+def _xyz_type(values: Any) -> bytes:
+    return b"XYZ " + bytes(4) + struct.pack(">3i", *(round(value * 65536) for value in values))
+
+
+def _gamma_curve(gamma: float) -> bytes:
+    return b"curv" + bytes(4) + struct.pack(">IH", 1, round(gamma * 256))
+
+
+def rgb_profile(primaries: tuple[float, ...], gamma: float) -> bytes:
+    """A profile of an RGB space with a white of D65."""
+    white = rgb_to_xyz(primaries).sum(1)
+    to_d50 = np.linalg.inv(BRADFORD) @ np.diag(BRADFORD @ D50 / (BRADFORD @ white)) @ BRADFORD
+    adapted = to_d50 @ rgb_to_xyz(primaries)
+    columns = {name + b"XYZ": _xyz_type(adapted[:, i]) for i, name in enumerate((b"r", b"g", b"b"))}
+    return icc_profile(b"RGB ", columns | {name + b"TRC": _gamma_curve(gamma) for name in (b"r", b"g", b"b")})
+
+
+def grey_profile(gamma: float) -> bytes:
+    """A profile of gray pixels."""
+    return icc_profile(b"GRAY", {b"kTRC": _gamma_curve(gamma)})
+
+
+def cmyk_profile() -> bytes:
+    """A profile in which cyan alone is ink, and gray: L* falls from 100 to 0 with it, whatever the other inks are."""
+    entries = 8 * bytes([255, 128, 128]) + 8 * bytes([0, 128, 128])  # of a grid of two points for each ink
+    lut = b"mft1" + bytes(4) + bytes([4, 3, 2, 0]) + struct.pack(">9i", 65536, 0, 0, 0, 65536, 0, 0, 0, 65536)
+    ramp = bytes(range(256))
+    lut += 4 * ramp + entries + 3 * ramp
+    return icc_profile(b"CMYK", {b"A2B0": lut}, connection=b"Lab ", kind=b"prtr")
+
+
+def srgb_curve(linear: np.ndarray) -> np.ndarray:
+    """Linear light from 0 to 1 to sRGB's levels, 0 to 255: IEC 61966-2-1."""
+    linear = np.clip(linear, 0, 1)
+    return 255 * np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
+
+
+def in_srgb(pixels: np.ndarray, primaries: tuple[float, ...], gamma: float) -> np.ndarray:
+    """(..., 3) levels of sRGB, float, of pixels of an RGB space with a white of D65."""
+    linear = (pixels / 255.0) ** gamma
+    return srgb_curve(linear @ rgb_to_xyz(primaries).T @ np.linalg.inv(rgb_to_xyz(SRGB_PRIMARIES)).T)
 
 
 def gif_with_small_frame(canvas: tuple[int, int], left: int, top: int, frame: Image.Image, **options: Any) -> bytes:
@@ -120,12 +219,13 @@ def whole_images() -> dict[str, list[bytes]]:
         "JPEG": [
             encoded(smooth, "JPEG", **turned),
             encoded(image, "JPEG", progressive=True),
-            encoded(image.convert("CMYK"), "JPEG"),
+            encoded(image.convert("CMYK"), "JPEG", icc_profile=cmyk_profile()),
         ],
         "PNG": [
             encoded(image, "PNG", **turned),
             encoded(smooth.quantize(16), "PNG", transparency=3),
             encoded(image.convert("RGBA"), "PNG", save_all=True, append_images=[second]),
+            encoded(image, "PNG", icc_profile=rgb_profile(P3_PRIMARIES, 2.2)),
         ],
         "WEBP": [
             encoded(smooth, "WEBP", **turned),
@@ -135,6 +235,7 @@ def whole_images() -> dict[str, list[bytes]]:
         "BMP": [encoded(image, "BMP"), encoded(smooth.quantize(16), "BMP"), encoded(image.convert("RGBA"), "BMP")],
         "GIF": [encoded(smooth, "GIF"), encoded(image, "GIF", save_all=True, append_images=[second])],
         "TIFF": [
+            planar_tiff(np.moveaxis(np.asarray(image).astype(np.uint16) * 257, -1, 0), 2, order=">"),
             encoded(image, "TIFF", **turned),
             *(encoded(image, "TIFF", compression=how) for how in ("tiff_lzw", "tiff_adobe_deflate", "jpeg")),
             encoded(image.convert("1"), "TIFF", compression="group4"),

@@ -23,6 +23,7 @@ from ...datasets.revisions.local import vae_of
 from ...datasets.store import LatentStore
 from ...precompute.config import SourceSection, VaeSection
 from ...precompute.images.decoders import Decoders
+from ...precompute.images.pixels import color_of, max_megapixels_of
 from ...precompute.planning.compare import DUPLICATE
 from ...precompute.sources.several import SourcePaths, list_sources
 from ..terminal.text import printable
@@ -396,8 +397,8 @@ def read_originals(store: LatentStore, source: SourcePaths, keys: Sequence[str])
     section, _ = parse_stored(f"recipe of store '{store.path}'", SourceSection, stored)
     listed = list_sources(source, section, needs_labels=False)
     remaining, originals = set(keys), dict[str, np.ndarray]()
-    how = {"crop": images.crop, "resize_filter": images.resize_filter}
-    with Decoders(1) as decoders:
+    how = {"crop": images.crop, "resize_filter": images.resize_filter, "color": color_of(images.colour)}
+    with Decoders(1, max_megapixels=max_megapixels_of(store.spec.recipe)) as decoders:
         for record in listed.records:
             if not remaining:
                 break

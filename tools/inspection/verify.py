@@ -133,7 +133,8 @@ def loaded_runner(store: Path, source: SourcePaths, device: Any, overrides: list
     stored, _ = split_unknown(PrecomputeRecipe, openable(spec, store).recipe)  # perhaps of another release
     recipe = parse_with_overrides(str(store), PrecomputeRecipe, stored, overrides)
     listed = list_sources(source, recipe.source, recipe.companion_columns, needs_labels=recipe.needs_labels)
-    with nothing_fetched(), Decoders(num_threads()) as decoders:
+    limit = recipe.images.max_megapixels
+    with nothing_fetched(), Decoders(num_threads(), max_megapixels=limit) as decoders:
         encoders = load_encoders(recipe, device)
         check_fingerprint(store, spec, describe_store(recipe, listed, encoders, known=spec))
         yield Runner(encoders, decoders, listed)

@@ -126,7 +126,8 @@ def describe_precompute(
     rows += [("ignored", line) for line in source.ignored.lines()]
     rows += [("warning", warning) for warning in (*label_warnings(recipe, source), *images.warnings())]
     spec = encoders and describe_store(recipe, source, encoders, known=frozen and frozen.spec)
-    with ProgressLine() as progress, Decoders(num_threads()) as decoders:
+    limit = recipe.images.max_megapixels
+    with ProgressLine() as progress, Decoders(num_threads(), max_megapixels=limit) as decoders:
         tokenizers = encoders.tokenizers if encoders else {}
         planner = Planner(store or Path(), spec, source, recipe, tokenizers, decoders, progress)
         comparison, before = all_fresh(source.records), None

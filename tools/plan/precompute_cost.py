@@ -167,7 +167,11 @@ def run_probe(
     device = encoders.image.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    with tempfile.TemporaryDirectory(prefix="leandit-probe-") as folder, Decoders(num_threads()) as decoders:
+    limit = recipe.images.max_megapixels
+    with (
+        tempfile.TemporaryDirectory(prefix="leandit-probe-") as folder,
+        Decoders(num_threads(), max_megapixels=limit) as decoders,
+    ):
         for name in ("first", "second"):
             runner, root = Runner(encoders, decoders, listed), Path(folder) / name
             stage = Stage1(root, settings, "", runner, lambda *_: None, lambda _: None, ALL_SHARDS, Options(), listed)

@@ -47,6 +47,9 @@ def precompute_rows(report: Report, store: Path) -> Rows:
     if not report.num_encoded:
         return [*rows, ("this run", nothing)]
     rows.append(("this run", _rate(report.num_encoded, "image", report.total_seconds)))
+    if report.num_ignored_profiles:
+        images = plural(report.num_ignored_profiles, "image")
+        rows.append(("profiles", f"{images} stored without a color profile: it is broken, or of other pixels"))
     if before := before_stages(report.seconds):
         rows.append(("startup", f"{before}; the stages overlap"))
     if not report.seconds.get(ENCODE):  # every image was rejected

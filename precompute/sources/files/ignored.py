@@ -61,6 +61,8 @@ class Ignored:
             lines.append(f"{plural(self.num_files, 'file')}, not images by name: {_most(self.extensions)}")
         if HEIF_EXTENSIONS & self.extensions.keys():
             lines.append("HEIC and HEIF are read with pillow-heif: pip install 'leandit[heif]'")
+        if ".jxl" in self.extensions:
+            lines.append("JPEG XL is not read: convert it first, for example with djxl of libjxl")
         if self.folders:
             count = plural(self.folders.total(), "folder")
             lines.append(f"{count}, hidden, system or linked twice: {_most(self.folders)}")

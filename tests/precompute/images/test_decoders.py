@@ -151,9 +151,12 @@ def test_a_child_that_does_not_end_costs_one_image_and_its_time(tmp_path: Path, 
         assert decode(decoders, photo).size[0] == 60
 
 
-def test_a_mistake_in_the_code_is_no_reject(shared: Decoders, tmp_path: Path, photo: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)mistake.*Traceback.*NameError.*undefined_name"):
-        decode(shared, named(tmp_path, "name error"))
+@pytest.mark.parametrize("kind", ["NameError", "TypeError"])
+def test_a_mistake_in_the_code_is_no_reject(shared: Decoders, tmp_path: Path, photo: Path, kind: str) -> None:
+    path = named(tmp_path, kind.replace("Error", " error").lower())
+    for read in (lambda: decode(shared, path), lambda: shared.size(path, 0, 1)):
+        with pytest.raises(RuntimeError, match=rf"(?s)image '{path}': a bug.*Traceback.*{kind}"):
+            read()
     assert decode(shared, photo).size[0] == 60
 
 
@@ -304,7 +307,7 @@ def test_a_network_folder_that_stalls_is_no_reject(tmp_path: Path) -> None:
 def test_a_precompute_stops_at_a_failing_disk_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, broken = make_class_folder(tmp_path / "source", classes=1, per_class=3), tmp_path / "source/n000/broken"
     (source / "n000/1.png").rename(source / "n000/eio.png")
-    monkeypatch.setattr(pipeline, "Decoders", lambda count: Decoders(count, _child_module=STUB))
+    monkeypatch.setattr(pipeline, "Decoders", lambda count, **limits: Decoders(count, _child_module=STUB, **limits))
 
     def run(*, fails_after: str = "") -> Manifest | None:
         def progress(stage: str, done: int, total: int) -> None:

@@ -18,6 +18,7 @@ from image_files import (
     gif_with_small_frame,
     mutants,
     noise,
+    planar_tiff,
     png,
     png_chunk,
     tiff,
@@ -33,6 +34,10 @@ from leandit.precompute.images.decoders import Decoders
 def decoders() -> Iterator[Decoders]:
     with Decoders(1, timeout_seconds=120) as found:
         yield found
+
+
+XMP = png_chunk(b"iTXt", b'XML:com.adobe.xmp\0\0\0\0\0<x:xmpmeta xmlns:x="adobe:ns:meta/"/>')
+UPRIGHT_EXIF = png_chunk(b"eXIf", exif(1).tobytes()[6:])
 
 
 class Case(NamedTuple):
@@ -109,6 +114,12 @@ def frames(kind: str, **options: Any) -> bytes:
     return encoded(noise(16, 24), kind, save_all=True, append_images=others, **options)
 
 
+PLANES = (  # name, (samples, 1, width) levels, (photometric, ) or with more tags, pixels
+    ("rgb", [[[1, 9]], [[2, 200]], [[3, 0]]], (2,), [[INK, (9, 200, 0)]]),
+    ("cmyk", [[[255, 0]], [[0, 0]], [[0, 0]], [[0, 255]]], (5,), [[CYAN, (0, 0, 0)]]),
+)
+
+
 def ycbcr_tiff(subsampling: list[int] | None) -> bytes:
     rows = bytes([76, 84, 255, 255, 128, 128])
     return tiff(2, 1, 6, [8] * 3, rows, tags={530: subsampling} if subsampling else {})
@@ -135,6 +146,19 @@ CASES = {
         png(2, 1, 8, 3, b"\2\0", png_chunk(b"PLTE", bytes(9)), png_chunk(b"tRNS", b"\xff\0\x33")), grey(204, 0)
     ),
     "png palette without its palette": refused(png(2, 1, 8, 3, b"\0\1"), "decode_error"),
+    # PNG: a transparent colour, where Pillow reads metadata from behind the pixels
+    "png grey 2, one transparent, with XMP": Case(
+        png(4, 1, 2, 0, b"\x1b", chunk16(b"tRNS", 2), XMP), grey(0, 85, 255, 255)
+    ),
+    "png grey 16, one transparent, with XMP": Case(
+        png(2, 1, 16, 0, u16(2313, 2314), chunk16(b"tRNS", 2313), XMP), grey(255, 9)
+    ),
+    "png rgb, one transparent, with EXIF behind": Case(
+        png(2, 1, 8, 2, bytes([*INK, 1, 2, 4]), chunk16(b"tRNS", *INK), after=UPRIGHT_EXIF), row(WHITE, (1, 2, 4))
+    ),
+    "png palette with alphas and XMP": Case(
+        png(2, 1, 8, 3, b"\2\0", png_chunk(b"PLTE", bytes(9)), png_chunk(b"tRNS", b"\xff\0\x33"), XMP), grey(204, 0)
+    ),
     # PNG: the rest
     "png with exif behind the pixels": Case(
         png(2, 1, 8, 0, b"\1\2", after=png_chunk(b"eXIf", exif(6).tobytes()[6:])), grey(1, 2).T
@@ -145,7 +169,7 @@ CASES = {
     ),
     "animated png": Case(frames("PNG"), NOISE),
     "png bomb": refused(png(50_000, 50_000, 8, 2, None), "too_large"),
-    "png just above the limit": refused(png(9_460, 9_459, 8, 2, None), "too_large"),
+    "png just above the limit": refused(png(16_001, 16_000, 8, 2, None), "too_large"),
     "png with a bomb of text": refused(
         lambda: png(2, 1, 8, 0, b"\1\2", png_chunk(b"zTXt", b"x\0\0" + zlib.compress(bytes(1 << 22)))), "decode_error"
     ),
@@ -153,8 +177,8 @@ CASES = {
     "png cut in its pixels": refused(encoded(noise(64, 64), "PNG")[:6000], "truncated"),
     # JPEG
     "jpeg cmyk as Adobe writes it": Case(cmyk_jpeg(255, 0, 0, 0), flat_pixels(CYAN), within=2),
-    "jpeg cmyk without Adobe's marker": Case(
-        without_adobe_marker(cmyk_jpeg(0, 255, 255, 255)), flat_pixels(CYAN), within=2
+    "jpeg cmyk without Adobe's marker": Case(  # programs that strip it leave the inks inverted
+        without_adobe_marker(cmyk_jpeg(255, 0, 0, 0)), flat_pixels(CYAN), within=2
     ),
     "mpo": Case(encoded(flat(MID), "MPO", save_all=True, append_images=[flat(RED)]), flat_pixels(MID), within=1),
     "jpeg bomb": refused(jpeg_of_size(65_500, 65_500), "too_large"),
@@ -183,6 +207,26 @@ CASES = {
     "tiff rgba, multiplied": Case(
         tiff(2, 1, 2, [8] * 4, bytes([*INK, 255, 10, 20, 30, 51]), tags={338: [1]}), row(INK, (214, 224, 234))
     ),
+    **{
+        f"tiff {bits} in planes, {'big' if order == '>' else 'little'}-endian, {name}": Case(
+            planar_tiff(np.array(samples).astype(f"u{bits // 8}") * (257 if bits == 16 else 1), *layout, order=order),
+            np.asarray(pixels),
+        )
+        for bits in (8, 16)
+        for order in "<>"
+        for name, samples, layout, pixels in PLANES
+    },
+    "tiff 16 in planes, turned": Case(
+        planar_tiff(np.moveaxis(as_stored(NOISE, 6).astype(np.uint16) * 257, -1, 0), 2, tags={274: [6]}), NOISE
+    ),
+    "tiff 16 in planes, cut": refused(
+        planar_tiff(np.moveaxis(NOISE.astype(np.uint16) * 257, -1, 0), 2)[:-300], "truncated"
+    ),
+    "tiff 32 in planes": refused(planar_tiff(np.ones((3, 2, 2), np.uint32), 2), "unsupported_mode"),
+    "tiff rgb of floats": refused(
+        tiff(1, 1, 2, [32] * 3, struct.pack("<3f", 0, 1, 0), tags={339: [3] * 3}), "unsupported_mode"
+    ),
+    "tiff whose first page is a preview": refused(tiff(1, 1, 2, [8] * 3, b"123", tags={254: [1]}), "unsupported_mode"),
     "tiff ycbcr": Case(ycbcr_tiff([1, 1]), row((254, 0, 0), WHITE)),
     "tiff ycbcr, subsampled": refused(
         tiff(2, 2, 6, [8] * 3, bytes([76] * 4 + [84, 255]), tags={530: [2, 2]}), "unsupported_mode"
@@ -294,3 +338,72 @@ def test_damaged_images_are_decoded_or_rejected(count: int, seed: int, decoders:
             offset += len(mutant)
         assert outcomes <= {"decoded", *REJECT_REASONS} - {"decoder_crash", "decoder_timeout"}
         assert len(outcomes) > 1, f"{kind}: the mutants are all {outcomes}"  # else they test nothing
+
+
+NAMED = {  # bytes that begin like a file of a known kind: reason, and words of the detail
+    "jpeg of 12 bits": (
+        encoded(flat(RED), "JPEG").replace(b"\xff\xc0\0\x11\x08", b"\xff\xc1\0\x11\x0c"),
+        "decode_error",
+        "JPEG",
+    ),
+    "jpeg without pixels": (jpeg_of_size(0, 0), "decode_error", "its JPEG data have no size in their header"),
+    "cut in its header": (encoded(flat(RED), "PNG")[:20], "truncated", "its PNG data end too early"),
+    "webp cut": (encoded(noise(16, 24), "WEBP")[:90], "truncated", "its WEBP data end too early"),
+    "gif without a frame": (b"GIF89a" + bytes(7), "decode_error", "its GIF data"),
+    "bmp of 2 bits": (
+        encoded(flat(RED), "BMP").replace(b"\1\0\x18\0", b"\1\0\2\0", 1),
+        "decode_error",
+        "pixel depth (2)",
+    ),
+    "tiff lzw, cut": (
+        encoded(noise(64, 64), "TIFF", compression="tiff_lzw")[:200],
+        "truncated",
+        "its TIFF data end too early",
+    ),
+    "bigtiff of big-endian numbers": (b"MM\0+\0\x08\0\0" + bytes(16), "unsupported_mode", "BigTIFF"),
+    "jpeg xl": (b"\xff\x0a\xfa\x0f", "not_an_image", "JPEG XL; convert it first, for example with djxl"),
+    "jpeg xl in a box": (b"\0\0\0\x0cJXL \r\n\x87\n" + bytes(9), "not_an_image", "JPEG XL"),
+    "jpeg 2000": (encoded(flat(RED), "JPEG2000"), "not_an_image", "JPEG 2000"),
+    "tga": (encoded(flat(RED), "TGA"), "not_an_image", "TGA"),
+    "dds": (encoded(flat(RED), "DDS"), "not_an_image", "DDS"),
+    "photoshop": (b"8BPS\0\1", "not_an_image", "Photoshop"),
+    "web page": (
+        b"\n<!DOCTYPE html><title>404</title>",
+        "not_an_image",
+        "a web page, not an image: the download failed",
+    ),
+    "svg": (b'<?xml version="1.0"?><svg/>', "not_an_image", "XML"),
+    "pointer": (b"version https://git-lfs.github.com/spec/v1\noid", "not_an_image", "git lfs pull"),
+    "pdf": (b"%PDF-1.7", "not_an_image", "PDF"),
+    "video": (b"\0\0\0\x18ftypisom", "not_an_image", "video"),
+    "zeros": (bytes(4000), "not_an_image", "all 4000 bytes are zero"),
+    "nothing": (b"", "not_an_image", "the file is empty"),
+    "behind a line end": (b"\r\n" + encoded(flat(RED), "PNG"), "not_an_image", "PNG behind 2 bytes of white space"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_is_not_read_is_named(name: str, decoders: Decoders, tmp_path: Path) -> None:
+    data, reason, words = NAMED[name]
+    path = tmp_path / "image.jpg"
+    path.write_bytes(data)
+    found = attempt(lambda: decoders.decode(path, 0, len(data), bucket=(32, 32), crop="bucket"))
+    assert isinstance(found, RecordRejected)
+    assert found.reason == reason, found
+    assert words in found.detail
+    assert "no known image format" not in found.detail
+
+
+def test_photographs_of_phones_are_read_and_a_key_limits_them(tmp_path: Path, decoders: Decoders) -> None:
+    path = tmp_path / "phone.png"
+    levels = np.zeros(9000, np.uint8).repeat(12000 // 8)  # 108 megapixels of 1 bit, the lower half white
+    levels[levels.size // 2 :] = 255
+    path.write_bytes(png(12000, 9000, 1, 0, levels.tobytes()))
+    place = path, 0, path.stat().st_size
+    assert decoders.size(*place) == (9000, 12000)
+    pixels = decoders.decode(*place, bucket=(24, 32), crop="bucket").pixels
+    assert (pixels[:11].max(), pixels[13:].min()) == (0, 255)
+    with Decoders(1, max_megapixels=100) as limited:
+        for read in (lambda: limited.size(*place), lambda: limited.decode(*place, bucket=(24, 32), crop="bucket")):
+            with pytest.raises(RecordRejected, match=r"12000x9000 px are 108 megapixels, images\.max_megapixels = 100"):
+                read()

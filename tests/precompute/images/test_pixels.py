@@ -15,7 +15,7 @@ from PIL import Image
 
 from leandit.datasets.errors import RecordRejected
 from leandit.datasets.store import LatentStore
-from leandit.precompute.images.pixels import COLOUR, area_means, crop_geometry, crop_image, decode_image, read_size
+from leandit.precompute.images.pixels import area_means, crop_geometry, crop_image, decode_image, read_size
 from leandit.precompute.sources.files import record as source_record
 from leandit.precompute.sources.source import list_source
 
@@ -145,7 +145,18 @@ def test_a_store_has_upright_images_and_no_tiny_ones(tmp_path: Path) -> None:
     wanted = [("a/0.jpg", 80, None), ("a/1.heic", 40, None), ("a/2.png", None, "too_small")]
     assert [tuple(record.values()) for record in records] == wanted
     # Other words would change the fingerprint: no store could resume or grow.
-    assert COLOUR == "exif orientation; white under alpha; 16-bit grey scaled; no colour profile"
+    assert LatentStore(tmp_path / "store").spec.images.colour == (
+        "exif orientation; white under alpha; 16-bit grey scaled; inverted inks in every CMYK JPEG; "
+        "colour profiles to sRGB, perceptual"
+    )
+
+
+def test_jpeg_xl_beside_images_is_named_with_what_to_do(tmp_path: Path) -> None:
+    smooth_image(0).save(tmp_path / "0.png")
+    (tmp_path / "1.jxl").write_bytes(b"\xff\x0a")
+    source = list_source(tmp_path)
+    assert [record.key for record in source.records] == ["0.png"]
+    assert source.ignored.lines()[1] == "JPEG XL is not read: convert it first, for example with djxl of libjxl"
 
 
 def test_heic_without_its_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ from ....datasets.recipe import parse_stored
 from ....datasets.store import LatentStore
 from ....precompute.config import SourceSection
 from ....precompute.images.decoders import Decoders, ImagePlace
+from ....precompute.images.opening import MAX_MEGAPIXELS
+from ....precompute.images.pixels import color_of, max_megapixels_of
 from ....precompute.sources.several import list_sources
 from ...inspection.images import LatentDecoder
 from ..npz import Npz
@@ -86,9 +88,10 @@ def folder_images(folder: Path, crop_px: int = 0) -> ImageSet:
     names = [path.relative_to(folder).as_posix() for path in paths]
     key = sha256_of([[name, place.num_bytes] for name, place in zip(names, places, strict=True)])
     description = {"kind": "folder", "path": str(folder), "count": len(paths), "crop_px": crop_px, "key": key}
-    how = {"crop": "adm" if crop_px else "bucket", "resize_filter": "bicubic"}
     bucket = (crop_px, crop_px) if crop_px else None
-    return ImageSet(description, _read_files(lambda number: (places[number], bucket), **how), names)
+    crop = "adm" if crop_px else "bucket"
+    read = _read_files(lambda number: (places[number], bucket), crop=crop, resize_filter="bicubic")
+    return ImageSet(description, read, names)
 
 
 def npz_images(file: Npz) -> ImageSet:
@@ -168,17 +171,24 @@ def source_images(store: LatentStore, source: Sequence[str]) -> ImageSet:
             raise SourceError(f"image '{path}': {reject.detail}. Expected all images of the store.") from reject
 
     images = store.spec.images
-    how = {"crop": images.crop, "resize_filter": images.resize_filter}
+    how = {"crop": images.crop, "resize_filter": images.resize_filter, "color": color_of(images.colour)}
     description = {"kind": "store, source images", "path": str(store.path), "count": len(records)}
-    return ImageSet(description | {"key": store.root_hash}, _read_files(place_of, **how))
+    read = _read_files(place_of, max_megapixels=max_megapixels_of(store.spec.recipe), **how)
+    return ImageSet(description | {"key": store.root_hash}, read)
 
 
-def _read_files(place_of: Callable[[int], tuple[ImagePlace, tuple[int, int] | None]], **how: Any) -> Read:
+def _read_files(
+    place_of: Callable[[int], tuple[ImagePlace, tuple[int, int] | None]],
+    *,
+    max_megapixels: int = MAX_MEGAPIXELS,
+    **how: Any,
+) -> Read:
     """Reads image files, decoded in child processes; one that cannot be read is a SourceError, none is left out.
 
     Args:
       place_of: number of an image to its place and its size (height, width); None: its own.
-      how: crop and filter of each.
+      max_megapixels: of an image.
+      how: crop, filter and color of each.
     """
 
     def read(batches: Iterable[np.ndarray]) -> Iterator[list[np.ndarray]]:
@@ -192,7 +202,10 @@ def _read_files(place_of: Callable[[int], tuple[ImagePlace, tuple[int, int] | No
                     "or remove it."
                 ) from reject
 
-        with Decoders(NUM_DECODERS) as decoders, ThreadPoolExecutor(NUM_DECODERS) as threads:
+        with (
+            Decoders(NUM_DECODERS, max_megapixels=max_megapixels) as decoders,
+            ThreadPoolExecutor(NUM_DECODERS) as threads,
+        ):
             for numbers in batches:
                 yield list(threads.map(decode, *zip(*map(place_of, numbers.tolist()), strict=True)))
 
