@@ -129,6 +129,49 @@ def test_loss_and_gradients_are_those_of_diffusers_trainers(
         assert (rounded - output).norm() < 0.05 * output.norm()
 
 
+WIDTH = 96  # of a FLUX.1 whose bounds are met by enough numbers
+HIDDEN = 4 * WIDTH  # of a feed-forward layer
+
+
+def xavier_bound(inputs: int, outputs: int) -> float:
+    return (6 / (inputs + outputs)) ** 0.5
+
+
+FLUX1_BOUNDS = {  # torchtitan's: queries, keys and values are one matrix, in a block of one stream with proj_mlp
+    "single_transformer_blocks.0.attn.to_q": xavier_bound(WIDTH, 7 * WIDTH),
+    "single_transformer_blocks.0.attn.to_k": xavier_bound(WIDTH, 7 * WIDTH),
+    "single_transformer_blocks.0.attn.to_v": xavier_bound(WIDTH, 7 * WIDTH),
+    "single_transformer_blocks.0.proj_mlp": xavier_bound(WIDTH, 7 * WIDTH),
+    "single_transformer_blocks.0.proj_out": xavier_bound(WIDTH + HIDDEN, WIDTH),
+    "single_transformer_blocks.0.norm.linear": 0.0,
+    "transformer_blocks.0.attn.to_q": xavier_bound(WIDTH, 3 * WIDTH),
+    "transformer_blocks.0.attn.add_v_proj": xavier_bound(WIDTH, 3 * WIDTH),
+    "transformer_blocks.0.attn.to_out.0": xavier_bound(WIDTH, WIDTH),
+    "transformer_blocks.0.attn.to_add_out": xavier_bound(WIDTH, WIDTH),
+    "transformer_blocks.0.ff.net.0.proj": xavier_bound(WIDTH, HIDDEN),
+    "transformer_blocks.0.ff_context.net.2": xavier_bound(HIDDEN, WIDTH),
+    "transformer_blocks.0.norm1.linear": 0.0,
+    "transformer_blocks.0.norm1_context.linear": 0.0,
+    "x_embedder": xavier_bound(16, WIDTH),
+    "norm_out.linear": 0.0,
+    "proj_out": 0.0,
+}
+
+
+def test_flux1_begins_as_the_trainer_of_the_benchmark() -> None:
+    config = diffusers_config(SPECS["flux1"]) | {"attention_head_dim": 48, "axes_dims_rope": [8, 20, 20]}
+    torch.manual_seed(0)
+    net: Any = FAMILIES["flux1"](config).net
+    for name, bound in FLUX1_BOUNDS.items():
+        layer = net.get_submodule(name)
+        assert layer.weight.abs().max().item() == pytest.approx(bound, rel=0.01), name
+        assert layer.weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.03), name
+        assert not layer.bias.any(), name
+    for name, layer in net.time_text_embed.named_modules():
+        if isinstance(layer, torch.nn.Linear):
+            assert layer.weight.std().item() == pytest.approx(0.02, rel=0.1), name
+
+
 def test_what_does_not_fit_is_refused() -> None:
     full = TextSpec(
         kind="causal_lm", width=6, max_tokens=9, dtype="float16", template="", batch_size=1, full_length=True

@@ -1,6 +1,6 @@
 """FLUX.1 (Black Forest Labs 2024): blocks of two streams, then of one over captions and image.
 
-First weights: as DiT's, as in torchtitan's Flux trainer, with which MLPerf trains schnell's architecture from scratch.
+First weights: those of torchtitan's Flux trainer, with which MLPerf trains schnell's architecture from scratch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ..conditioning import Conditioning
 from ..spec import ModelSpec, TextInput
 from .model import (
-    ATTENTION,
     T5,
     TWO_STREAMS,
     Config,
@@ -24,6 +23,9 @@ from .model import (
     stream_projections,
     unpack,
 )
+
+# Of a block of one stream: queries, keys, values and the first layer of the feed-forward, one matrix as published.
+SINGLE_INPUTS = ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
 
 
 def size(depth: int, single_depth: int, heads: int, axes: tuple[int, ...], *, distilled: bool = False) -> Config:
@@ -85,7 +87,7 @@ class Flux1(DiffusersModel):
         net = cast(Any, self.net)
         fused = stream_projections(net.transformer_blocks)
         for block in net.single_transformer_blocks:
-            fused += [(block.attn, ATTENTION[:3])]
+            fused += [(block, SINGLE_INPUTS)]
         initialize(net, fused, net.x_embedder, [net.time_text_embed], self.zeroed)
 
     def inputs(self, x: Tensor, t: Tensor, conditioning: Conditioning) -> Config:

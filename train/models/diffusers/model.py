@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from types import MethodType
 from typing import Any, ClassVar, Literal
@@ -267,7 +268,8 @@ def initialize(
     """First weights as DiT's: Xavier for linear layers, zeros for their biases.
 
     Args:
-      fused: modules with the names of linear layers of a width each that are drawn as one matrix.
+      fused: modules with the names of linear layers that read the same input, and are drawn as the one matrix that they
+        are in the published code: its bound counts the outputs of all of them.
       patches: patch embedding, drawn as the linear map that it is.
       embedders: whose linear layers get a small standard deviation.
       zeros: layers whose weights begin at zero.
@@ -278,9 +280,10 @@ def initialize(
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
     for module, names in fused:
-        for name in names:
-            weight: Any = module.get_submodule(name).weight
-            nn.init.xavier_uniform_(weight, gain=(2 / (1 + len(names))) ** 0.5)
+        layers: list[Any] = [module.get_submodule(name) for name in names]
+        bound = math.sqrt(6 / (layers[0].in_features + sum(layer.out_features for layer in layers)))
+        for layer in layers:
+            nn.init.uniform_(layer.weight, -bound, bound)
     kernel: Any = patches.weight
     nn.init.xavier_uniform_(kernel.view(len(kernel), -1))
     for module in (module for embedder in embedders for module in embedder.modules()):
