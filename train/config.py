@@ -308,8 +308,8 @@ def _contradictions(recipe: TrainRecipe) -> Iterator[str]:
         yield "ema.lengths: two are the same"
     for technique in techniques_of(recipe):
         yield from technique.contradictions(recipe)
-        if technique.compares_images and 1 in (recipe.run.microbatch, recipe.run.global_batch):
-            yield f"{technique.key} compares the images of a microbatch, which needs two"
+        if technique.compares_images and recipe.run.global_batch == 1:
+            yield f"{technique.key} compares the images of a global batch: run.global_batch must be at least 2"
 
 
 def load(name: str, overrides: list[str]) -> TrainRecipe:

@@ -40,7 +40,7 @@ def train_step(run: Run, batch: Batch) -> StepResult:
     if not engine.model.training:  # after an evaluation; it walks over all modules
         engine.model.train()
     for technique in run.techniques:
-        images = replace(images, targets=images.targets | technique.teach(run, images, parts, step))
+        images = replace(images, targets=images.targets | technique.teach(run, images, parts, step, global_size=size))
 
     parts_losses: list[dict[str, Tensor]] = []
     for part in parts:
@@ -127,7 +127,7 @@ def fit_microbatch(run: Run, batch: Batch) -> None:
     the first step of a bucket, again once the optimizer has its state, and for a larger batch than was tried. Not
     tried: CPUs, DeepSpeed, sharded models (a rank without memory would leave the others waiting), ``run.microbatch``.
 
-    Raises: ResourceError: not even the fewest images fit.
+    Raises: ResourceError: not even one image fits.
     """
     limits, bucket, images = run.microbatches, batch.bucket, -(-batch.global_size // run.ranks.world_size)
     if run.device.type != "cuda" or not run.engine.allows_trial or run.recipe.run.microbatch:
@@ -135,15 +135,14 @@ def fit_microbatch(run: Run, batch: Batch) -> None:
     tried = run.tried.get(bucket, 0)
     if images <= tried or (tried and bucket in limits):
         return
-    fewest = 2 if any(technique.compares_images for technique in run.techniques) else 1
     while not _fits(run, batch):
         size = min(limits.get(bucket, images), images)
-        if size <= fewest:
+        if size == 1:
             raise ResourceError(
                 f"device '{run.device}': {plural(size, 'image')} of bucket '{bucket}' do not fit in memory with the "
                 "model. Use run.activation_checkpointing, parallel.strategy 'fsdp', or a smaller model."
             )
-        limits[bucket] = max(fewest, -(-size // 2))
+        limits[bucket] = -(-size // 2)
     if run.engine.optimizer.state:
         run.tried[bucket] = images
     LOG.info("bucket %s: at most %d images in a microbatch", bucket, limits.get(bucket, images))

@@ -1,11 +1,11 @@
-"""Contrastive flow matching: away from the velocity of another image of the microbatch.
+"""Contrastive flow matching: away from the velocity of another image of the global batch.
 
 Source: Stoica et al. 2025, "Contrastive Flow Matching", arXiv 2506.05350, equation 4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..data_recipe import Objective
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..models.conditioning import Extras, Microbatch, ModelOutput
+    from ..run.state import Run
+
+NEGATIVE = "contrastive"  # name of the target of another image
 
 
 class Keys(Objective):
@@ -25,7 +28,7 @@ class Keys(Objective):
 
 
 class Contrastive(Technique):
-    """Contrast between the images of a microbatch."""
+    """Contrast between the images of a global batch, in which neighbors are random records."""
 
     key = "objective.contrastive_weight"
     compares_images, reads_blocks = True, False
@@ -38,17 +41,28 @@ class Contrastive(Technique):
         if recipe.objective.kind == "ddpm":
             yield 'objective.contrastive_weight is a key of kind = "flow"; "ddpm" has no velocity'
 
+    def teach(
+        self, run: Run, images: Microbatch, parts: Sequence[slice], step: int, *, global_size: int
+    ) -> dict[str, Tensor]:
+        """The target of the image before each, (B, C, H, W); before the first image is the last one."""
+        from .other_images import previous_rows
+
+        target = images.noise - images.latents
+        if global_size == 1:  # a short last batch may have no other image
+            return {}
+        return {NEGATIVE: previous_rows(run, target, global_size)}
+
     def terms(self, images: Microbatch, extras: Extras, output: ModelOutput, step: int) -> dict[str, Tensor]:
-        return {"contrastive": self.weight * contrast(output.output, images.noise - images.latents)}
+        if NEGATIVE not in images.targets:
+            return {"contrastive": 0 * output.output.flatten(1).sum(1)}
+        return {"contrastive": self.weight * contrast(output.output, images.targets[NEGATIVE])}
 
 
-def contrast(velocity: Tensor, target: Tensor) -> Tensor:
-    """Minus the squared error to the target of the next image of the microbatch; zero for an image alone.
+def contrast(velocity: Tensor, negative: Tensor) -> Tensor:
+    """Minus the squared error to the target of another image.
 
     Args:
-      velocity, target: (B, C, H, W).
+      velocity, negative: (B, C, H, W).
     Returns: (B,).
     """
-    if len(velocity) == 1:
-        return velocity.new_zeros(1)
-    return -(velocity - target.roll(1, 0)).square().flatten(1).mean(1)
+    return -(velocity - negative).square().flatten(1).mean(1)

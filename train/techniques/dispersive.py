@@ -1,4 +1,9 @@
-"""Dispersive loss: the tokens of different images of a microbatch are driven apart.
+"""Dispersive loss: the tokens of different images of a global batch are driven apart.
+
+The loss is of all pairs of a global batch. Where a rank has all of its images in one forward, it is computed there.
+Otherwise a forward without gradients gives the tokens of all images, from which each rank computes the gradient of the
+loss with respect to the tokens of its own ones, and each microbatch carries its part through the model (Gao et al.
+2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", arXiv 2101.06983, section 3).
 
 Source: Wang and He 2025, "Diffuse and Disperse", arXiv 2506.09027, equation 6.
 """
@@ -19,8 +24,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..models.conditioning import Extras, Microbatch, ModelOutput
+    from ..run.state import Run
 
 BLOCK = "objective.dispersive_block"
+VALUE = "dispersion"  # names of targets
+GRADIENT = "dispersion_gradient"
 
 
 class Keys(Objective):
@@ -63,10 +71,50 @@ class Dispersive(Technique):
 
         return extras._replace(watched=self.blocks(size_of(self.model)[0])[BLOCK])
 
+    def teach(
+        self, run: Run, images: Microbatch, parts: Sequence[slice], step: int, *, global_size: int
+    ) -> dict[str, Tensor]:
+        """The loss of the global batch, (B,), and its gradient with respect to the tokens of each image, (B, T, E)."""
+        if run.ranks.world_size == 1 and len(parts) == 1:
+            return {}
+        import torch
+
+        from .other_images import all_rows
+
+        with torch.no_grad():
+            own = torch.cat([self._tokens(run, select_images(images, part), step) for part in parts])[: len(images)]
+        tokens, rows = all_rows(run, own, global_size)
+        own.requires_grad_()
+        loss = dispersion(torch.cat([tokens[: rows.start], own, tokens[rows.stop :]]), self.keys.dispersive_temperature)
+        value = loss[:1].mean()
+        (gradient,) = torch.autograd.grad(value, own)
+        return {VALUE: value.detach().expand(len(own)), GRADIENT: global_size * gradient}
+
+    def _tokens(self, run: Run, images: Microbatch, step: int) -> Tensor:
+        """Tokens (B, T, E) float32 of the watched block, as the forward of the loss computes them."""
+        extras = run.inputs(images)
+        for technique in run.techniques:
+            extras = technique.asks(extras, images, step)
+        watched = run.predict(images, extras).watched
+        assert watched is not None
+        return watched.float()
+
     def terms(self, images: Microbatch, extras: Extras, output: ModelOutput, step: int) -> dict[str, Tensor]:
         assert output.watched is not None
-        dispersed = dispersion(output.watched, self.keys.dispersive_temperature)
+        if GRADIENT not in images.targets:
+            dispersed = dispersion(output.watched, self.keys.dispersive_temperature)
+        else:  # the mean over the global batch has the value and the gradient of its loss
+            carried = (output.watched.float() * images.targets[GRADIENT]).flatten(1).sum(1)
+            dispersed = images.targets[VALUE] + carried - carried.detach()
         return {"dispersive": self.keys.dispersive_weight * dispersed}
+
+
+def select_images(images: Microbatch, part: slice) -> Microbatch:
+    """The images of a microbatch, or one placeholder for a rank that has none: all ranks make a forward."""
+    from ..models.conditioning import select
+
+    chosen = select(images, part)
+    return chosen if len(chosen) else chosen.placeholder()
 
 
 def dispersion(tokens: Tensor, temperature: float) -> Tensor:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from ..models.conditioning import Extras, Microbatch, ModelOutput
     from ..models.spec import ModelSpec, ProjectorSpec
+    from ..run.state import Run
 
 SELF = "self-alignment"  # a name that no image feature can have
 
@@ -68,7 +69,9 @@ class SelfAlignment(Alignment):
     def draws(self, spec: ModelSpec, num_tokens: int, step: int) -> dict[str, Draw]:
         return {"less_time": ("uniform", ())}
 
-    def teach(self, run: Any, images: Microbatch, parts: Sequence[slice], step: int) -> dict[str, Tensor]:
+    def teach(
+        self, run: Run, images: Microbatch, parts: Sequence[slice], step: int, *, global_size: int
+    ) -> dict[str, Tensor]:
         """Tokens (B, T, E) of the averaged model, in the microbatches of the step."""
         if not is_active(self.section.stop_step, step):
             return {}
@@ -84,6 +87,7 @@ class SelfAlignment(Alignment):
                 times = (part.times - self.section.less_time * part.draws["less_time"]).clamp_min(0)
                 earlier = replace(part, times=times)
                 output = run.predict(earlier, run.inputs(earlier)._replace(watched=self.section.teacher_block))
+                assert output.watched is not None
                 tokens.append(output.watched.float())
         return {SELF: torch.cat(tokens)[: len(images)]}
 

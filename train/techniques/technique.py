@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ...datasets.batches.batch import Batch
     from ..models.conditioning import Extras, Microbatch, ModelOutput
     from ..models.spec import ModelSpec, ProjectorSpec
+    from ..run.state import Run
 
 Weight = Annotated[float, Field(ge=0)]
 Draw = tuple[Literal["normal", "uniform"], tuple[int, ...]]
@@ -36,7 +37,7 @@ class Technique:
 
     Attributes:
       key: of the recipe, for messages.
-      compares_images: its loss depends on which images share a microbatch.
+      compares_images: its loss compares the images of a global batch.
       reads_blocks: it looks into the blocks of a DiT, which other models have not.
       is_on: the recipe uses it.
       features: image features of the store that it reads.
@@ -105,12 +106,17 @@ class Technique:
         """
         return {}
 
-    def teach(self, run: Any, images: Microbatch, parts: Sequence[slice], step: int) -> dict[str, Tensor]:
-        """Targets that take a forward of their own, by name.
+    def teach(
+        self, run: Run, images: Microbatch, parts: Sequence[slice], step: int, *, global_size: int
+    ) -> dict[str, Tensor]:
+        """Targets that take a forward of their own, or images of other microbatches and ranks, by name.
+
+        A loss depends on other images through these targets alone, so it is the same whatever fits in memory.
 
         Args:
-          run: the ``Run``.
+          images: of this rank.
           parts: the images of each microbatch.
+          global_size: images of the global batch.
         """
         return {}
 

@@ -78,7 +78,8 @@ ALIGNED = ["objective.kind=flow", "model.name=DiT-S/1", "align.dino.block=1", "a
 ALIGNED += ["align.dino.class_weight=0.03", "align.dino.stop_step=2", "self_align.weight=0.5", "self_align.block=1"]
 ALIGNED += ["self_align.teacher_block=2", "self_align.projector_width=8", "routing.kind=sprint", "run.steps=4"]
 ALIGNED += ["routing.first_block=2", "routing.last_block=2", "routing.stop_step=3", "routing.path_drop=0.3"]
-ALIGNED += ["model.value_residual=true"]
+ALIGNED += ["model.value_residual=true", "objective.contrastive_weight=0.05", "objective.dispersive_weight=0.5"]
+ALIGNED += ["objective.dispersive_block=1"]
 
 
 class Training(NamedTuple):
@@ -232,7 +233,8 @@ def test_losses_and_checkpoints_are_those_of_one_process(
     for found, terms in zip(ours, theirs, strict=True):
         assert found == pytest.approx(terms, abs=EXACT)
     if training == "aligned":
-        assert ours[0].keys() == {"align.dino", "class.dino", "align.self-alignment"}
+        names = {"align.dino", "class.dino", "align.self-alignment", "contrastive", "dispersive"}
+        assert ours[0].keys() == names
         assert [terms["align.dino"] > 0 for terms in ours] == [True, True, False, False]
         return
     for kind in (f"checkpoint-{len(ours)}", f"snapshot-{len(ours)}"):  # names, shapes, and values but for rounding

@@ -124,15 +124,47 @@ def test_alignment_and_routing_stop_after_their_last_step(store: LatentStore) ->
     assert second.terms["class.dino"] > 0  # the model still denoises it
 
 
-def test_images_lose_the_same_in_microbatches_where_no_term_compares_images(store: LatentStore) -> None:
-    overrides = [one for one in ALL if "contrastive" not in one and "dispersive" not in one]
-    steps = []
-    for microbatch in (0, 3):
-        state = state_of(store, *overrides, f"run.microbatch={microbatch}")
-        steps.append(train_step(state, next(iter(state.loader))))
-    for name, term in steps[0].terms.items():
-        torch.testing.assert_close(term, steps[1].terms[name], rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(steps[0].grad_norm, steps[1].grad_norm, rtol=1e-4, atol=1e-6)
+@pytest.mark.parametrize("microbatch", [1, 3, 4])
+def test_terms_and_gradients_are_the_same_in_any_microbatches_even_where_a_last_image_is_alone(
+    microbatch: int, store: LatentStore
+) -> None:
+    """Contrastive and dispersive terms compare the images of the global batch, whatever fits in memory."""
+    states = [state_of(store, *ALL, "run.global_batch=7", f"run.microbatch={size}") for size in (0, microbatch)]
+    gradients = []
+    for state in states:
+        with torch.no_grad():
+            for number, parameter in enumerate(state.engine.model.parameters()):  # a new model puts out zero
+                parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+        batch = next(iter(state.loader))
+        assert len(batch) == 7
+        taken: dict[str, torch.Tensor] = {}
+        state.engine.optimizer.register_step_pre_hook(
+            lambda *_, state=state, taken=taken: taken.update(
+                {name: p.grad.clone() for name, p in state.engine.model.named_parameters() if p.grad is not None}
+            )
+        )
+        gradients.append((train_step(state, batch), taken))
+    (whole, whole_gradients), (parts, part_gradients) = gradients
+    assert whole.terms["contrastive"] < 0 > whole.terms["dispersive"]
+    for name, term in whole.terms.items():
+        torch.testing.assert_close(parts.terms[name], term, rtol=1e-4, atol=1e-6)
+    assert whole_gradients.keys() == part_gradients.keys() != set()
+    for name, gradient in whole_gradients.items():
+        torch.testing.assert_close(part_gradients[name], gradient, rtol=1e-3, atol=1e-5 * gradient.abs().max().item())
+
+
+def test_contrast_is_to_the_target_of_the_image_before_in_the_global_batch(
+    store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = state_of(
+        store, *FLOW, "objective.contrastive_weight=0.1", "run.global_batch=5", "run.microbatch=2", "optimizer.lr=1e-30"
+    )
+    parts = microbatches_of(state, monkeypatch)
+    assert [len(part) for part in parts] == [2, 2, 1]
+    targets = torch.cat([part.noise - part.latents for part in parts])
+    for part, before in zip(parts, (targets[[4, 0]], targets[[1, 2]], targets[[3]]), strict=True):
+        expected = -0.1 * before.square().mean((1, 2, 3))  # a new model puts out zero
+        torch.testing.assert_close(image_losses(state, part, 1)["contrastive"], expected)
 
 
 def test_a_rank_without_images_has_the_same_terms(store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:

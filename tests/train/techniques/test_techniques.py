@@ -34,12 +34,10 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 
 def test_contrast_is_minus_the_error_to_the_target_of_another_image() -> None:
-    velocity, target = random(3, 4, 2, 2), random(3, 4, 2, 2, seed=1)
-    found = contrast(velocity, target)
+    velocity, negative = random(3, 4, 2, 2), random(3, 4, 2, 2, seed=1)
+    terms = contrast(velocity, negative)
     for image in range(3):
-        other = (image - 1) % 3
-        assert found[image].item() == pytest.approx(-((velocity[image] - target[other]) ** 2).mean().item())
-    assert contrast(velocity[:1], target[:1]).tolist() == [0.0]
+        assert terms[image].item() == pytest.approx(-((velocity[image] - negative[image]) ** 2).mean().item())
 
 
 def test_spatial_normalization_is_over_the_tokens_of_an_image() -> None:
@@ -73,6 +71,32 @@ def test_a_route_is_where_it_is_published_unless_it_is_set() -> None:
     assert [blocks(depth, "routing.kind=tread") for depth in (12, 28)] == [(3, 9), (3, 25)]
     assert [blocks(depth, "routing.kind=sprint") for depth in (12, 28)] == [(3, 10), (3, 26)]
     assert (blocks(12, *ROUTED), blocks(12)) == ((2, 4), (0, 0))
+
+
+OFFICIAL_WEIGHTS = {  # recipe -> weights of the terms in the configuration that its source publishes
+    "sit-xl-2-256-repa": {"align": 0.5},
+    "sit-xl-2-256-irepa": {"align": 1.0},
+    "sit-xl-2-256-reg": {"align": 0.5, "class": 0.03},
+    "sr-dit-b-1-256": {"align": 0.5, "class": 0.03, "contrastive": 0.05},
+    "lightningdit-xl-1-256": {"cosine": 1.0},
+    "sit-xl-2-256": {},
+    "rae-dit-dh-xl-256": {},
+    "flux1-mlperf": {},
+}
+
+
+@pytest.mark.parametrize("name", OFFICIAL_WEIGHTS)
+def test_recipes_weigh_their_terms_as_the_official_configurations(name: str) -> None:
+    recipe = load(name, [])
+    weights = {
+        "cosine": recipe.objective.cosine_weight,
+        "contrastive": recipe.objective.contrastive_weight,
+        "dispersive": recipe.objective.dispersive_weight,
+        "self_align": recipe.self_align.weight,
+    }
+    for section in recipe.align.values():
+        weights |= {"align": section.weight, "class": section.class_weight}
+    assert {term: weight for term, weight in weights.items() if weight} == OFFICIAL_WEIGHTS[name]
 
 
 @pytest.mark.parametrize("count", [1, 5])
