@@ -30,7 +30,7 @@ import pytest
 from faults import start
 from features import Evil
 from forked import run_forked
-from making import CPU, NO_CHECK, image_bytes, make_class_folder, train_recipe, tree_digest, write_file
+from making import CPU, NO_CHECK, Leandit, image_bytes, make_class_folder, train_recipe, tree_digest, write_file
 from repository import MODULES, name_of, parsed
 from stores import Everything, copy_of
 from tiny_models import make_dinov2, save_qwen3
@@ -240,7 +240,7 @@ def rows(name: str, count: int, manifest: str = MANIFEST, **values: Any) -> Spoi
 OF_ARRAY = {"shape": ([], [5, 8, 64]), "dtype": ("|O", "float32"), "codec": ("numcodecs.pickle", "zstd")}
 OF_ARRAY |= {"shard_rows": (0,), "path": ("buckets/64x64/features/x/cls", "../../x", "buckets/9999x9999/moments")}
 OF_ARRAY |= {"ranges": ([], [[1, 0, 5], [1, 0, 5]], [[1, 0, 2], [1, 3, 5]], [[2, 0, 5]], [[1, -5, 5]])}
-OF_INDEX = {"rows": (10**6, -1, None), "records": (10**6, -1), "labels": (10**6, -2), "caption_ids": (10**6,)}
+OF_INDEX = {"rows": (10**6, -1, None), "records": (10**6, -1), "labels": (10**6, -2), "caption_ids": (10**6, 2**31 - 1)}
 OF_INDEX |= {"caption_starts": (-5, 2**31 - 1), "caption_start": (10**6, -1), "caption_length": (2**31 - 1, -1, None)}
 OF_RECORDS = {"caption_ids": ([10**6], [-1], [None]), "row": (10**6, -7, None), "key": (None,)}
 OF_RECORDS |= {"revision": (2**31 - 1,), "label": (-(2**63),), "bucket": ("../x", "9999999x9999999")}
@@ -274,6 +274,18 @@ def test_a_claim_that_cannot_be_is_refused_with_all_hashes_right(spoil: Spoil, c
     spoil(copied)
     with pytest.raises((DamageError, StoreError)), cheap():
         read_all(copied)
+
+
+@pytest.mark.parametrize("spoil", each("index", in_index, OF_INDEX).values(), ids=each("index", in_index, OF_INDEX))
+def test_inspecting_an_index_of_numbers_that_cannot_be_takes_no_memory(
+    spoil: Spoil, copied: Path, leandit: Leandit
+) -> None:
+    """A count of what such numbers name would ask for 17 GB."""
+    spoil(copied)
+    with cheap():
+        ended = leandit("inspect", copied)
+    assert ended.code in (0, 4), ended  # not all of these numbers are shown
+    assert "unexpected" not in ended.err
 
 
 def test_no_metadata_of_zarr_is_trusted(copied: Path) -> None:

@@ -175,7 +175,8 @@ class StoreFacts:
     def used_captions(self) -> pa.Table:
         """Captions that a stored record names, with their ``uses`` and ``characters``."""
         table = self.store.captions
-        uses = np.bincount(self.store.numbers("caption_ids"), minlength=table.num_rows)
+        ids = [self.store.index(bucket).caption_ids for bucket in self.store.buckets]  # which are checked
+        uses = np.bincount(np.concatenate([np.empty(0, np.int64), *ids]), minlength=table.num_rows)
         table = table.append_column("uses", pa.array(uses))
         table = table.append_column("characters", pc.utf8_length(table["text"].cast(pa.string())))
         return table.filter(pc.greater(table["uses"], 0))
