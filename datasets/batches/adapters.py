@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import RecipeError
-from ..format.buckets import bucket_size
 from ..store import LatentStore
 from .batch import Batch
 
@@ -63,23 +63,27 @@ def diffusers_sdxl(
 
     Returns: a function from a batch to model_input, the latents; prompt_embeds: CLIP-L and CLIP-G side by side;
       pooled_prompt_embeds: of CLIP-G;
-      time_ids: (B, 6), height and width of the source image, top and left of the crop in the resized image, height and
-      width of the bucket, in pixels.
+      time_ids: (B, 6), ``batch.sizes``: height and width of the source image, top and left of the crop that was drawn,
+      height and width of the bucket, in pixels.
     Raises: RecipeError: the store lacks what the scripts read.
     Source: Podell et al. 2023 (SDXL), section 2.2.
     """
     check_text(store, clip_l)
     check_text(store, clip_g, pooled_class=PROJECTED)
-    known = torch.from_numpy(store.sizes)[:, [0, 1, 4, 5]]
+    for bucket in store.buckets:
+        sizes = store.sizes[store.index(bucket).records, :2]
+        if num_unknown := int(np.count_nonzero(~sizes.any(axis=1))):
+            raise RecipeError(
+                f"store '{store.path}': the sizes of {num_unknown} images of bucket '{bucket}' are not known, as in "
+                "imported stores, and SDXL is conditioned on them. Precompute the images instead."
+            )
 
     def named(batch: Batch) -> Named:
-        target = torch.tensor([bucket_size(batch.bucket)]).expand(len(batch), 2)
-        time_ids = torch.cat([known[batch.records.cpu()], target], dim=1)
         return {
             "model_input": batch.latents.to(dtype),
             "prompt_embeds": torch.cat([tokens_of(batch, name, dtype) for name in (clip_l, clip_g)], dim=2),
             "pooled_prompt_embeds": pooled_of(batch, clip_g, dtype),
-            "time_ids": time_ids.to(batch.latents.device, dtype),
+            "time_ids": batch.sizes.to(batch.latents.device, dtype),
         }
 
     return named

@@ -13,6 +13,7 @@ from ..disk.cached import cached_property
 from ..format.schema import LatentSpec
 from .captions import Captions
 from .latents import final_latents, mean_latents
+from .view_sizes import DrawnViews
 
 
 class Records(NamedTuple):
@@ -86,6 +87,7 @@ class Batch:
       features: image features, by name.
       stored_companions: companion images as stored, by name: (B, 2C, H, W) moments or (B, C, H, W) latents (int8
         with the channels of the scales); for a mask (B, H, W) uint8.
+      drawn: which view of each image was read.
     """
 
     stored: torch.Tensor
@@ -102,6 +104,7 @@ class Batch:
     pads: bool = True
     features: Mapping[str, FeatureBatch] = field(default_factory=dict)
     stored_companions: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    drawn: DrawnViews | None = None
 
     def __len__(self) -> int:
         return len(self.stored)
@@ -125,6 +128,19 @@ class Batch:
             name: stored if stored.dtype == torch.uint8 else mean_latents(stored, self.spec)
             for name, stored in self.stored_companions.items()
         }
+
+    @cached_property
+    def sizes(self) -> torch.Tensor:
+        """(B, 6) int64, in pixels, of the view that was read of each image, on the device of the batch.
+
+        Height and width of the source image, upright; top and left of the crop in the resized image, of a flipped view
+        in the resized and then flipped image; height and width of the bucket: SDXL's micro-conditioning, in its order.
+
+        Raises: StoreError: the size of an image is not known, as in imported stores.
+        Source: Podell et al. 2023 (SDXL), section 2.2.
+        """
+        assert self.drawn is not None, "a reader makes batches with their views"
+        return torch.from_numpy(self.drawn.look_up()).to(self.stored.device)
 
     @property
     def text(self) -> Captions | None:

@@ -30,8 +30,10 @@ from .buffer_pool import BufferPool
 from .captions import TextForm, read_captions
 from .latents import Normalise, draw_keys, normalised_as
 from .row_checks import RowCheck, RowChecks, group_arrays
+from .view_sizes import DrawnViews, ViewSizes
 
 PLANNED_AHEAD = 32  # batches planned together: one alone takes a tenth of the time of all
+DROPPED = ("_planned", "_groups", "_lock", "_view_sizes")  # when a reader is pickled
 KEPT_GROUPS = 2  # of planned batches: threads read on both sides of a boundary
 
 
@@ -120,6 +122,8 @@ class BatchReader(Dataset):
 
     def reset(self) -> None:
         """Drop all planned batches."""
+        of_stores = {id(store): ViewSizes(store) for store in self.stores}
+        self._view_sizes = [of_stores[id(store)] for store in self.stores]
         self._groups: dict[tuple[int, str, str], dict[str, list[ShardedArray]]] = {}
         self._planned: dict[int, list[WantedBatch]] = {}  # by number // PLANNED_AHEAD
         self._lock = threading.Lock()
@@ -162,6 +166,7 @@ class BatchReader(Dataset):
             pads=self._text == "padded",
             features={name: FeatureBatch(**groups[name]) for name in self._features},
             stored_companions={name: _only(groups[name]) for name in self._companions},
+            drawn=DrawnViews(self._view_sizes[planned.plan], bucket, wanted.records, wanted.views),
         )
         self._checks.check(planned.plan, bucket, wanted)
         return batch
@@ -273,7 +278,7 @@ class BatchReader(Dataset):
         return stored
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_planned", "_groups", "_lock")}
+        return {name: value for name, value in vars(self).items() if name not in DROPPED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

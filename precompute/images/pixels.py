@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import xxhash
 from PIL import Image
 
 from ...datasets.errors import RecordRejected
-from ...datasets.format.buckets import adm_sizes, centre_crop, cover_size
+from ...datasets.format.crops import Variant, crop_geometry
+from ...datasets.format.crops import variant_draws as variant_draws
 from .opening import HEIF_LIBRARY, MAX_MEGAPIXELS, open_image, orientation_of
 from .rgb import read_rgb
 from .signatures import format_of
@@ -28,8 +28,6 @@ RESAMPLING = {
 COLOUR = "exif orientation; white under alpha; 16-bit grey scaled; inverted inks in every CMYK JPEG"
 PROFILES = {"srgb": "colour profiles to sRGB, perceptual", "as_stored": "no colour profile"}
 PROFILE_IGNORED = "profile"  # note on an image; it is also part of the column ``fallback`` of a store
-Variant = tuple[float, float, float]
-"""A random crop: enlargement of the image, and top and left as shares of the room, from 0 on and below 1."""
 
 NO_SIZE = "not identified by this driver"  # in Pillow's words, also of a width or height of 0
 MAX_DETAIL_CHARS = 240
@@ -117,20 +115,6 @@ def decode_image(
         return np.stack(crops) if variants else crops[0], size
 
 
-def variant_draws(key: str, count: int, zoom: float) -> list[Variant]:
-    """The further crops of a record, ``count`` with the planned one; a function of its key and of each number alone.
-
-    Args:
-      zoom: largest enlargement.
-    """
-    draws = list[Variant]()
-    for number in range(1, count):
-        bits = xxhash.xxh3_128_intdigest(key.encode("utf-8", "surrogatepass"), seed=number)
-        shares = [(bits >> shift & 0xFFFFFFFF) / 2**32 for shift in (0, 32, 64)]
-        draws.append((1 + (zoom - 1) * shares[0], shares[1], shares[2]))
-    return draws
-
-
 @contextmanager
 def _rejects(stage: str, data: bytes) -> Iterator[None]:
     """Turn what a decoder raises of some bytes into a reject of the stage; mistakes of this package stay errors."""
@@ -158,25 +142,6 @@ def is_raised_by_reader(error: BaseException) -> bool:
     """Whether an exception comes from inside of a library that reads hostile bytes, not from a mistake here."""
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(module.partition(".")[0] in READERS for module in modules)
-
-
-def crop_geometry(
-    height_px: int, width_px: int, bucket: tuple[int, int], crop: str, variant: Variant | None = None
-) -> tuple[list[tuple[int, int]], int, int]:
-    """Sizes and corner of the planned crop, as ``centre_crop`` returns them, or of a variant.
-
-    Source of variants: the random crop of the published data loader of Dhariwal and Nichol 2021, which resizes the
-    image to a random size that is at least the crop's, and crops anywhere.
-    """
-    if variant is None:
-        return centre_crop(height_px, width_px, bucket, crop)
-    zoom, *shares = variant
-    height, width = (round(zoom * side_px) for side_px in bucket)
-    sizes = [cover_size(height_px, width_px, (height, width))]
-    if crop == "adm":
-        sizes = adm_sizes(height_px, width_px, height)
-    top, left = (int(share * (sizes[-1][i] - bucket[i] + 1)) for i, share in enumerate(shares))
-    return sizes, top, left
 
 
 def crop_image(

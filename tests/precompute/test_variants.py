@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import pickle
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import xxhash
 from faults import flip
 from making import (
     caption_recipe,
@@ -20,12 +24,18 @@ from making import (
     tree_digest,
     write_metadata,
 )
-from stores import checked, content
+from noise_store import make_store
+from stores import ImageSource, checked, content
 
+from leandit.datasets.batches.batch import Batch
+from leandit.datasets.batches.reader import BatchReader
 from leandit.datasets.errors import FingerprintMismatch, StoreError
+from leandit.datasets.format.buckets import centre_crop
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.maintenance.verify import verify_store
+from leandit.datasets.order.batch_plan import BatchPlan
+from leandit.datasets.order.mixture import Mixture
 from leandit.datasets.store import LatentStore
 from leandit.precompute.images.pixels import crop_image, variant_draws
 
@@ -146,3 +156,76 @@ def test_a_companion_and_a_mask_are_cropped_with_the_image(caption_folder: Path,
         assert all((masks[0] != mask).any() for mask in masks[2::2])
     for batch in make_loader(store, global_batch=2, seed=0, companions=["copy"]):  # the same view of both
         assert batch.companions["copy"].shape == batch.latents.shape
+
+
+# --- Micro-conditioning -----------------------------------------------------------------------------------------------
+
+
+def assert_sizes_are_of_the_views_that_were_drawn(
+    batch: Batch, store: LatentStore, seen: set[tuple[int, bool]]
+) -> None:
+    """Each view is found by its latents, its crop is computed as FORMAT.md says."""
+    rows, flips = store.records.to_pylist(), (False, True) if store.spec.latent.flip else (False,)
+    assert (batch.sizes.shape, batch.sizes.dtype) == ((len(batch), 6), torch.int64)
+    height, width = map(int, batch.bucket.split("x"))
+    for record, stored, sizes in zip(batch.records.tolist(), batch.stored.numpy(), batch.sizes.tolist(), strict=True):
+        row = rows[record]
+        views = [(variant, flipped) for variant in range(store.spec.images.variants) for flipped in flips]
+        read = [store.latents(batch.bucket, variant=v, flipped=f)[row["row"]] for v, f in views]
+        ((variant, flipped),) = [view for view, array in zip(views, read, strict=True) if np.array_equal(array, stored)]
+        seen.add((variant, flipped))
+        source = row["height_px"], row["width_px"]
+        resized_width, top, left = row["resized_width_px"], row["crop_top_px"], row["crop_left_px"]
+        if variant:
+            bits = xxhash.xxh3_128_intdigest(row["key"].encode(), seed=variant)
+            a, b, c = ((bits >> 32 * i & 0xFFFFFFFF) / 2**32 for i in range(3))
+            zoom = 1 + (store.spec.images.variant_zoom - 1) * a
+            (*_, (resized_height, resized_width)), _, _ = centre_crop(
+                *source, (round(zoom * height), round(zoom * width)), store.spec.images.crop
+            )
+            top, left = math.floor(b * (resized_height - height + 1)), math.floor(c * (resized_width - width + 1))
+        if flipped:
+            left = resized_width - width - left
+        assert sizes == [*source, top, left, height, width]
+
+
+@pytest.mark.parametrize(
+    "overrides", [(), (FLIPPED,), (THREE,), (THREE, FLIPPED)], ids=["one", "flipped", "three", "three flipped"]
+)
+def test_sizes_of_a_batch_are_of_the_views_that_were_drawn(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    images = ImageSource(tmp_path / "source", 6, sizes=[(96, 80), (60, 100), (133, 61)])
+    encode(caption_recipe(*overrides), images.root, tmp_path / "store")
+    images.put(1, seed=50)
+    images.put(20)
+    images.write()
+    encode(caption_recipe(*overrides), images.root, tmp_path / "store")
+    store, seen = LatentStore(tmp_path / "store"), set[tuple[int, bool]]()
+    assert store.revision == 2
+    loader = make_loader(store, global_batch=4, seed=2)
+    for _ in range(4):
+        for batch in loader:
+            assert_sizes_are_of_the_views_that_were_drawn(batch, store, seen)
+    assert len(seen) == store.spec.images.variants * (2 if store.spec.latent.flip else 1)
+    assert_sizes_are_of_the_views_that_were_drawn(pickle.loads(pickle.dumps(batch)), store, seen)  # of a worker
+
+
+def test_sizes_of_a_mixture_are_of_the_store_of_the_batch(
+    class_folder: Path, of_three: LatentStore, tmp_path: Path
+) -> None:
+    plain = encoded(class_folder, tmp_path / "plain")
+    stores = [of_three, plain]
+    order = Mixture([(BatchPlan(store.buckets, 4, seed=i), 1) for i, store in enumerate(stores)], seed=0)
+    reader = BatchReader(stores, order)
+    read = set()
+    for number in range(8):
+        batch = reader[number]
+        read.add(batch.store)
+        assert_sizes_are_of_the_views_that_were_drawn(batch, stores[batch.store], set())
+    assert read == {0, 1}
+
+
+def test_the_sizes_of_images_that_nobody_has_seen_are_refused(tmp_path: Path) -> None:
+    make_store(tmp_path / "noise", {"32x32": 4}, num_classes=3)
+    (batch,) = make_loader(LatentStore(tmp_path / "noise"), global_batch=4)
+    with pytest.raises(StoreError, match=r"the size of the image of record 'noise/\d+.jpg' is not known"):
+        _ = batch.sizes

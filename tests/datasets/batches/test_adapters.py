@@ -105,6 +105,8 @@ def test_a_batch_of_sdxl_has_its_sizes_and_trains(tmp_path: Path) -> None:
 
     clip_l = TEXTS["clip_l"].model_copy(update={"output": "tokens", "pooled_width": 0})
     store = noise_store(tmp_path / "store", texts={"clip_l": clip_l, "clip_g": TEXTS["clip_g"]})
+    with pytest.raises(RecipeError, match=r"the sizes of \d+ images of bucket '\d+x\d+' are not known"):
+        adapters.diffusers_sdxl(store)
     sizes = np.arange(6 * len(store.records), dtype=np.int32).reshape(-1, 6)
     store.__dict__["sizes"] = sizes  # noise has none
     sizes_of = {"sample_size": 8, "block_out_channels": (8, 8), "layers_per_block": 1, "norm_num_groups": 4}
@@ -117,6 +119,7 @@ def test_a_batch_of_sdxl_has_its_sizes_and_trains(tmp_path: Path) -> None:
         clips = [captions_of(store, batch.records, name) for name in ("clip_l", "clip_g")]
         np.testing.assert_array_equal(named["prompt_embeds"], np.concatenate(clips, axis=2))
         np.testing.assert_array_equal(named["pooled_prompt_embeds"], pooled_of(store, batch.records, "clip_g"))
+        assert torch.equal(named["time_ids"], batch.sizes.float())
         for row, record in zip(named["time_ids"].tolist(), batch.records.tolist(), strict=True):
             height, width, _, _, top, left = sizes[record].tolist()
             assert row == [height, width, top, left, *map(int, batch.bucket.split("x"))]
