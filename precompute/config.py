@@ -45,7 +45,7 @@ class SourceSection(Section):
     root: str = ""
     """Folder of the images that a table names, absolute or relative to the table; empty: searched near the table."""
     split: str = ""
-    """The split to store (train, validation, test), if there are several; "all": all of them."""
+    """The split to store (train, validation, test, or unnamed), if there are several; "all": all of them."""
     labels: Literal["auto", "wnid", "none"] = "auto"
     """"wnid": from file names, as in n01440764_18.JPEG. "none": none; no column or field of labels is read."""
     class_names: str = ""

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -30,11 +30,12 @@ from .files.folders import Scan, image_folder, sidecar_folder
 from .files.ignored import Ignored
 from .files.labels import AMONG_NUMBERS, FIRST_NAME
 from .files.record import IMAGE_EXTENSIONS, SourceRecord
-from .files.splits import check_has_splits
+from .files.splits import ALL, SHARD_ENDS, check_has_splits, tell_split
 from .keys import COCO, check_keys
 from .kinds import TABLES, check_file, detect_kind
 from .listing.classes import names_of_classes, read_class_names
 from .listing.listing import Listing, record_batches, rejected, spool, with_labels
+from .listing.of_split import records_of_split
 from .tables.embedded import ARROW, PARQUET, EmbeddedImages, embedded_batches
 from .tables.formats import is_coco
 from .tables.tables import (
@@ -55,6 +56,7 @@ LISTED = ["key", "path", "offset", "num_bytes", "mtime_ns", "label", "captions",
 SHARDED = (PARQUET, "webdataset", "imagenet")  # kinds of files that hold many images, whose names tell splits
 EMBEDDED = (PARQUET, ARROW)  # kinds whose images are bytes in the rows of a file
 WITH_COMPANIONS = (*TABLES, *EMBEDDED, "webdataset")  # kinds whose records may have further images
+WITH_FOLDERS = (*TABLES, "imagefolder", "sidecars", "webdataset")  # kinds whose images are in folders that tell splits
 NO_COMPANIONS: Mapping[str, str] = {}
 WITH_TEXTS = ("sidecars", "webdataset")  # kinds whose captions are in texts of an image
 NO_LABEL = -2  # a name that is no label, until its record is rejected
@@ -233,11 +235,28 @@ def open_source(
       companions: column of each companion image, by name.
     Raises: SourceError: missing, or several splits; RecipeError: no file system for the URL.
     """
-    return replace(_opened(path, asked)[0], companions=dict(companions))
+    return replace(_opened(path, asked).source, companions=dict(companions))
 
 
-def _opened(path: Path | str, asked: SourceSection | Kind) -> tuple[OpenedSource, SourceFiles, str | None, list[str]]:
-    """The opened source, the files to list (its images may be elsewhere), the table or None, and notes."""
+class _Opened(NamedTuple):
+    """An opened source before its listing.
+
+    Args:
+      source: the source.
+      files: to list; its images may be elsewhere.
+      table: path of the table that names the images, or None.
+      notes: on how it is read.
+      is_split: the names of its folders or files told the split.
+    """
+
+    source: OpenedSource
+    files: SourceFiles
+    table: str | None
+    notes: list[str]
+    is_split: bool
+
+
+def _opened(path: Path | str, asked: SourceSection | Kind) -> _Opened:
     settings = SourceSection(kind=asked) if isinstance(asked, str) else asked
     files = open_files(path)
     if files.only and settings.kind in ("auto", "webdataset", "imagenet"):
@@ -245,12 +264,12 @@ def _opened(path: Path | str, asked: SourceSection | Kind) -> tuple[OpenedSource
     whole = files
     kind, files, table, notes = detect_kind(files, settings)
     settings = settings.model_copy(update={"kind": kind})
-    if settings.split and files is whole and (files.only or kind not in SHARDED) and not coco_names(files):
-        check_has_splits(files.name, settings.split)
+    shards = (name for name in files.names() if name.endswith(SHARD_ENDS)) if kind in SHARDED and not files.only else ()
+    is_split = files is not whole or tell_split(shards) or tell_split(coco_names(files))
     check_keys(files.name, COCO if table and kind in TABLES and is_coco(files, table) else kind, settings, notes)
     elsewhere = root_elsewhere(files, settings.root) if settings.root else None
     images = open_source_files(elsewhere, is_folder=True) if elsewhere else files
-    return OpenedSource(settings, images), files, table, notes
+    return _Opened(OpenedSource(settings, images), files, table, notes, is_split)
 
 
 def list_source(
@@ -271,7 +290,7 @@ def list_source(
     Raises: SourceError: missing, empty, not of this kind, or several splits; RecipeError: no file system for the URL,
       or no file of class names.
     """
-    opened, files, table, notes = _opened(path, asked)
+    opened, files, table, notes, is_split = _opened(path, asked)
     kind, settings = opened.kind, opened.settings
     scan = Scan(settings, notes=notes, companions=dict(companions), needs_labels=needs_labels)
     if companions and kind not in WITH_COMPANIONS:
@@ -290,6 +309,7 @@ def list_source(
             f"*.parquet, or a {METADATA[0]} with 'file_name'; known extensions are "
             f"{', '.join(sorted(IMAGE_EXTENSIONS))}."
         )
+    records = _records_of_split(records, files, scan, is_split=is_split)
     if kind in WITH_TEXTS:
         scan.texts.check_named_fields(files.name)
     if settings.sizes == "manifest" and not records.has_sizes():
@@ -312,6 +332,26 @@ def list_source(
     return Source(
         *(settings, opened.files, records, classes, scan.ignored, scan.notes, class_names), companions=dict(companions)
     )
+
+
+def _records_of_split(records: Listing, files: SourceFiles, scan: Scan, *, is_split: bool) -> Listing:
+    """The records of the split that the recipe names, as far as names of files have not told it.
+
+    Args:
+      is_split: names of folders or files of the source told the split.
+    Raises: SourceError: several splits and none named; or no split of this name.
+    """
+    kind, asked = scan.settings.kind, scan.settings.split
+    if asked != ALL and not scan.has_split_column and kind in WITH_FOLDERS:
+        column = "key" if kind == "webdataset" else "path"
+        records, is_chosen, notes = records_of_split(
+            files.name, records, asked, is_split=is_split, is_table=kind in TABLES, column=column
+        )
+        scan.notes += notes
+        is_split = is_split or is_chosen
+    if not is_split and not scan.has_split_column:
+        check_has_splits(files.name, asked)
+    return records
 
 
 def _with_numbered_names(records: Listing, scan: Scan) -> tuple[Listing, list[str] | None]:

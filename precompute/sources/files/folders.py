@@ -36,6 +36,7 @@ class Scan:
       notes: on how the source was read.
       companions: column of each companion image, by name.
       further: images that belong to other images.
+      has_split_column: a column of the table told the split.
       needs_labels: a label that is neither a class index nor a name rejects its record, also if its column is guessed.
     Attributes:
       labels: of the records, by what the source says of each.
@@ -48,6 +49,7 @@ class Scan:
     notes: list[str] = field(default_factory=list)
     companions: Mapping[str, str] = field(default_factory=dict)
     further: FurtherImages = field(default_factory=FurtherImages)
+    has_split_column: bool = False
     needs_labels: bool = True
     labels: Labels = field(init=False)
     texts: TextReader = field(init=False)

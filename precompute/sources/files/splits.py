@@ -8,15 +8,19 @@ The names are those of Hugging Face's hub and common archives: shards ``train-00
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable
-from itertools import islice
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice, takewhile
+from typing import TYPE_CHECKING
 
 from ....datasets.errors import SourceError
 from ....datasets.units import plural
 from ...config import SourceSection
 from .files import SourceFiles
 from .record import is_image
+
+if TYPE_CHECKING:
+    from .folders import Scan
 
 ALL = "all"  # of source.split: whatever the names say, all of it
 SPLITS = {
@@ -27,7 +31,12 @@ SPLITS = {
 USUAL = {name: split for split, names in SPLITS.items() for name in names}
 SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}")  # as the hub's libraries number the files of a split
 WORD = re.compile(rf"(?<![a-z0-9])({'|'.join(USUAL)})(?![a-z])", re.IGNORECASE)
-FOLDER = re.compile(rf"({'|'.join(USUAL)})[-_ ]?\d*", re.IGNORECASE)  # "train", "val2017"
+CONTENT = "images?|imgs?|photos?|pictures?|data|set|split"
+FOLDER = re.compile(  # "train", "val2017", "test_images", "images-test", "testset"
+    rf"(?:(?:{CONTENT})[-_ ]?)?({'|'.join(USUAL)})(?:[-_ ]?(?:\d+|{CONTENT}))?", re.IGNORECASE
+)
+UNNAMED = "unnamed"  # of source.split: what is in no split by its name, beside some that is
+HELD_OUT = ("validation", "test")
 SHARD_ENDS = (".parquet", ".tar")
 LOOKED_AT = 1000  # files, to see whether a folder holds images or shards
 MAX_CONFIGS = 64  # folders beside each other that may be configurations; more are classes
@@ -53,13 +62,18 @@ def shards_of_split(where: str, names: Iterable[str], split: str) -> list[str]:
     Raises: SourceError: several splits and none named, or none of this name.
     """
     names = sorted(names)
-    tell = any(_split_of_shard(name) for name in names)
-    if not names or (not tell and _is_split(where, split)):
+    tell = tell_split(names)
+    if not tell:  # folders in the shards, or a column, may tell
         return names
     chosen = choose_split(
         where, Counter(_split_of_shard(name) for name in names), split, lambda count: plural(count, "file")
     )
     return names if chosen is None else [name for name in names if _split_of_shard(name) == chosen]
+
+
+def tell_split(names: Iterable[str]) -> bool:
+    """Whether the names of some shards tell their split."""
+    return any(map(_split_of_shard, names))
 
 
 def folder_of_split(files: SourceFiles, settings: SourceSection) -> tuple[SourceFiles, list[str]]:
@@ -122,10 +136,10 @@ def _is_split(where: str, split: str) -> bool:
 
 def _are_splits(files: SourceFiles, folders: list[str], splits: list[str], asked: str) -> bool:
     """Folders named like splits are splits, not classes, if no other folder holds images; a lone one, if no image
-    lies beside it."""
+    lies beside it: then it is told by the paths of the images (``splits_of_folders``)."""
     others = [folder for folder in folders if folder not in splits]
     is_lone = len(splits) == 1 and not any(map(is_image, files.names()))
-    enough = len(splits) > 1 or asked not in ("", ALL) or (is_lone and not asked)
+    enough = len(splits) > 1 or (is_lone and asked != ALL)
     return enough and len(folders) <= MAX_CONFIGS and not any(_holds_images(files, folder) for folder in others)
 
 
@@ -169,15 +183,19 @@ def _split_of_shard(name: str) -> str:
 
 
 def choose_split(where: str, counts: Counter[str], asked: str, show: Callable[[int], str] = str) -> str | None:
-    """The requested split; None for all.
+    """The requested split; None for all, "" for what is in no split by its name.
 
     Args:
-      counts: of the entries of each split.
+      counts: of the entries of each split, and as "" of those whose names tell none.
       show: formats a count for the message.
-    Raises: SourceError: several and none named; or none of this name.
+    Raises: SourceError: several and none named; or none of this name. What has no name beside a split for validation or
+      test is a split too: it is likely the training split.
     """
     splits = [name for name in counts if name]
-    listed = ", ".join(f"{name} ({show(counts[name])})" for name in splits)
+    has_held_out = any(_usual(name) in HELD_OUT for name in splits)
+    if counts[""] and has_held_out:
+        splits.append("")
+    listed = ", ".join(f"{name or UNNAMED} ({show(counts[name])})" for name in splits)
     if asked == ALL or (not asked and len(splits) < 2):
         return None
     if not asked:
@@ -185,8 +203,10 @@ def choose_split(where: str, counts: Counter[str], asked: str, show: Callable[[i
             f"source '{where}': it holds several splits: {listed}. Name the one to store, for example with --set "
             f"source.split={_likely(splits)}; 'all' takes all of them as one source."
         )
-    same = [name for name in splits if name == asked]
-    same = same or [name for name in splits if _usual(name) == _usual(asked)]
+    same = [name for name in splits if (name or UNNAMED) == asked]
+    same = same or [name for name in splits if name and _usual(name) == _usual(asked)]
+    if not same and "" in splits and _usual(asked) == "train":
+        same = [""]
     if len(same) != 1:
         raise SourceError(f"source '{where}': no split '{asked}'. It holds: {listed or 'no recognizable splits'}.")
     return same[0]
@@ -194,10 +214,69 @@ def choose_split(where: str, counts: Counter[str], asked: str, show: Callable[[i
 
 def _likely(splits: list[str]) -> str:
     """The split to suggest in a message: the training split if there is one."""
-    return next((name for name in splits if _usual(name) == "train"), splits[0])
+    return next((name for name in splits if _usual(name) == "train"), UNNAMED if "" in splits else splits[0])
 
 
 def _usual(name: str) -> str:
     """ "validation" of "val" and "imagenet-val", so that any usual name finds a split."""
-    word = WORD.search(name)
-    return USUAL[word[1].lower()] if word else name
+    match = FOLDER.fullmatch(name) or WORD.search(name)
+    return USUAL[match[1].lower()] if match else name
+
+
+def values_of_split(where: str, values: Counter[str], scan: Scan) -> list[str] | None:
+    """The values of a column of splits that are those of the requested split; None for all rows.
+
+    It is such a column only if it names a usual split. Adds a note to the scan, which then knows of the column.
+
+    Args:
+      values: number of rows of each value, and as "" of those without.
+    Raises: SourceError: several splits and none named, or none of this name.
+    """
+    split_of = {value: USUAL.get(value.strip().lower(), value.strip()) for value in values}
+    if not any(split in SPLITS for split in split_of.values()):
+        return None
+    scan.has_split_column = True
+    counts: Counter[str] = Counter()
+    for value, count in values.items():
+        counts[split_of[value]] += count
+    chosen = choose_split(where, counts, scan.settings.split, lambda count: plural(count, "row"))
+    if chosen is None:
+        return None
+    scan.notes.append(f"split '{chosen or UNNAMED}' by the table's column of splits: {plural(counts[chosen], 'row')}")
+    return [value for value in values if split_of[value] == chosen]
+
+
+def splits_of_folders(folders: Counter[str], *, is_table: bool) -> dict[str, str]:
+    """The usual split of each folder of images, "" for none.
+
+    In a table every folder that is named like a split is one, below those that all images share. Elsewhere such a name
+    may be that of a class, so its folder is a split only if all folders of images beside it are: those of several
+    splits, or of one beside images.
+
+    Args:
+      folders: number of images of each folder, by its path.
+    """
+    paths = {folder: folder.split("/") if folder else [] for folder in folders}
+    if is_table:
+        levels = zip(*paths.values(), strict=False)
+        num_shared = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, levels))
+        return {folder: _first_split(parts[num_shared:]) for folder, parts in paths.items()}
+    children: dict[tuple[str, ...], set[str]] = defaultdict(set)
+    for parts in paths.values():
+        for depth, name in enumerate(parts):
+            children[tuple(parts[:depth])].add(name)
+    direct = {tuple(parts) for parts in paths.values()}
+    parents = {
+        parent
+        for parent, names in children.items()
+        if all(map(FOLDER.fullmatch, names)) and (len({_usual(name) for name in names}) > 1 or parent in direct)
+    }
+    splits = {}
+    for folder, parts in paths.items():
+        depth = next((depth for depth in range(len(parts)) if tuple(parts[:depth]) in parents), None)
+        splits[folder] = "" if depth is None else _usual(parts[depth])
+    return splits
+
+
+def _first_split(parts: Sequence[str]) -> str:
+    return next((_usual(name) for name in parts if FOLDER.fullmatch(name)), "")

@@ -13,6 +13,7 @@ MAX_SHOWN = 20  # columns in a message
 IMAGES, CAPTIONS, LABELS = "images", "captions", "labels"
 KNOWN = {IMAGES: ("file_name", "path"), CAPTIONS: CAPTION_NAMES, LABELS: ("label", "cls")}  # the first value counts
 SIDES = ("height", "width")
+SPLIT_NAMES = ("split", "subset", "partition", "set")
 USUAL = {
     IMAGES: (
         *("filename", "image", "img", "image_path", "img_path", "image_file", "image_name", "filepath", "file_path"),
@@ -32,6 +33,7 @@ class Roles:
       captions, labels: may be empty.
       sides: of height and width in pixels; empty without both.
       companions: names of companion images, each in a column of its own.
+      split: the split of each row; empty without such a column.
     """
 
     images: tuple[str, ...]
@@ -39,11 +41,13 @@ class Roles:
     labels: tuple[str, ...]
     sides: tuple[str, ...]
     companions: tuple[str, ...]
+    split: str = ""
 
     @property
     def names(self) -> list[str]:
         """All columns that are read, each once."""
-        return list(dict.fromkeys([*self.images, *self.captions, *self.labels, *self.sides, *self.companions]))
+        columns = [*self.images, *self.captions, *self.labels, *self.sides, *self.companions, self.split]
+        return list(dict.fromkeys(filter(None, columns)))
 
 
 def choose_columns(
@@ -76,6 +80,8 @@ def choose_columns(
     sides = [next((name for name in columns if name.strip().lower() == side), "") for side in SIDES]
     sides = list(SIDES) if may_vary else sides if all(sides) else []
     used = {*chosen[IMAGES], *chosen[CAPTIONS], *chosen[LABELS], *sides, *companions}
+    split = split_column([name for name in columns if name not in used])
+    used.add(split)
     others = [name for name in columns if name not in used]
     note = f"columns: {', '.join(described)}" + (
         f"; not used: {', '.join(map(repr, others[:MAX_SHOWN]))}" if others else ""
@@ -85,7 +91,7 @@ def choose_columns(
             if not asked[role]:
                 chosen[role] = [*KNOWN[role], *chosen[role]]
     images, captions, labels = (tuple(dict.fromkeys(names)) for names in chosen.values())
-    roles = Roles(images, captions, labels, tuple(sides), tuple(companions))
+    roles = Roles(images, captions, labels, tuple(sides), tuple(companions), split)
     lower = [name.lower() for name in columns]
     if twice := next((name for name in roles.names if lower.count(name.lower()) > 1), None):
         raise SourceError(f"{where}: two columns are called '{twice}'. Remove or rename one.")
@@ -97,6 +103,12 @@ def usual_columns(columns: Sequence[str], role: str) -> list[str]:
     plain = {column.strip().lower(): column for column in reversed(columns)}
     known = [plain[name] for name in KNOWN[role] if name in plain]
     return known or [plain[name] for name in USUAL[role] if name in plain][:1]
+
+
+def split_column(columns: Sequence[str]) -> str:
+    """The column whose name is that of a column of splits; empty without one, or with several."""
+    named = [name for name in columns if name.strip().lower() in SPLIT_NAMES]
+    return named[0] if len(named) == 1 else ""
 
 
 def shown_columns(columns: Sequence[str]) -> str:

@@ -30,10 +30,10 @@ from ..files.files import FoundFile, LocalFiles, SourceFiles
 from ..files.folders import Scan
 from ..files.labels import Labels
 from ..files.record import CAPTION_NAMES, usable_key
-from ..files.splits import ALL, choose_split, shard_names
+from ..files.splits import ALL, choose_split, shard_names, values_of_split
 from ..listing.duck import database, identifier, literal
 from ..listing.listing import PLACES_SQL, SCHEMA, distinct_texts
-from .columns import CAPTIONS, LABELS, USUAL, Roles, shown_columns, usual_columns
+from .columns import CAPTIONS, LABELS, USUAL, Roles, shown_columns, split_column, usual_columns
 from .rows import POSITION, row_columns, typed_cell
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -293,7 +293,10 @@ def find_columns(
     classes = features.get(label, {}).get("names")
     if not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
         classes = None
-    return Roles((image,), tuple(captions), (label,) if label else (), (), tuple(beside)), classes
+    used = {image.removesuffix(".bytes"), *captions, label, *companions}
+    texts = [name for name in schema.names if name not in used and _is_text(schema.field(name).type)]
+    labels = (label,) if label else ()
+    return Roles((image,), tuple(captions), labels, (), tuple(beside), split_column(texts)), classes
 
 
 def _label_column(schema: pa.Schema, features: dict[str, dict[str, Any]], settings: SourceSection) -> str:
@@ -313,6 +316,11 @@ def _is_label(kind: pa.DataType) -> bool:
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
     return is_number or pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def _features(schema: pa.Schema) -> dict[str, dict[str, Any]]:
@@ -352,6 +360,7 @@ def embedded_batches(files: SourceFiles, scan: Scan) -> Iterator[pa.RecordBatch]
     kind, settings = scan.settings.kind, scan.settings
     names = shard_names(files, ".parquet", settings.split) if kind == PARQUET else arrow_names(files)
     texts_column = SCHEMA.get_field_index("captions")
+    values = _values_of_split(files, names, scan)
     with database(f"source '{files.name}'") as connection:
         for name in names:
             with _opened(files, name, kind) as file:
@@ -370,13 +379,44 @@ def embedded_batches(files: SourceFiles, scan: Scan) -> Iterator[pa.RecordBatch]
                         "classes, or leave labels out with --set source.labels=none."
                     )
                 query = _records_query(files.look(name) or FoundFile(name), file.schema, roles)
-                for rows in _numbered(file, [*roles.labels, *roles.captions]):
+                split = [roles.split] if roles.split and values is not None else []
+                for rows in _numbered(file, [*roles.labels, *roles.captions, *split]):
                     connection.register("rows", rows)
                     (found,) = connection.sql(query).to_arrow_table().combine_chunks().to_batches()
-                    batch = _with_labels(found, scan.labels)
+                    batch = _with_labels(found, scan.labels)  # of all splits, so that each has the same labels
+                    if values is not None:
+                        splits = rows[roles.split] if roles.split else pa.nulls(rows.num_rows, pa.string())
+                        is_in_split = pc.is_in(_split_texts(splits), pa.array(values, pa.string()))
+                        batch = batch.filter(is_in_split.combine_chunks())
                     is_usable = batch["reason"].is_null().to_numpy(zero_copy_only=False)
                     texts = distinct_texts(batch["captions"], is_usable)
                     yield batch.set_column(texts_column, SCHEMA.field(texts_column), texts)
+
+
+def _values_of_split(files: SourceFiles, names: Sequence[str], scan: Scan) -> list[str] | None:
+    """Values of the column of splits that are those of the requested split; None for all rows.
+
+    If the first file has no such column, the others are not looked at.
+    """
+    values: Counter[str] = Counter()
+    for name in names:
+        with _opened(files, name, scan.settings.kind) as file:
+            roles, _ = find_columns(file.schema, files.shown(name), scan.settings, list(scan.companions.values()))
+            if not roles.split:
+                if name == names[0]:
+                    return None
+                values[""] += int(file.starts[-1])
+                continue
+            for rows in file.rows([roles.split]):
+                counted = pc.value_counts(_split_texts(pa.chunked_array([rows[roles.split]])))
+                values.update({pair["values"].as_py(): pair["counts"].as_py() for pair in counted})
+    return values_of_split(files.name, values, scan)
+
+
+def _split_texts(splits: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray:
+    """A column of splits as text, empty where it has none."""
+    column = splits if isinstance(splits, pa.ChunkedArray) else pa.chunked_array([splits])
+    return pc.fill_null(pc.cast(column, pa.string()), "")
 
 
 def _with_labels(rows: pa.RecordBatch, labels: Labels) -> pa.RecordBatch:
@@ -414,7 +454,7 @@ def _records_query(place: FoundFile, schema: pa.Schema, roles: Roles) -> str:
         f"{typed_cell(identifier(name), _duck_type(schema.field(name).type))} AS {identifier(name)}"
         for name in (*roles.labels, *roles.captions)
     ]
-    columns = row_columns(replace(roles, images=(), companions=()))
+    columns = row_columns(replace(roles, images=(), companions=(), split=""))
     companion = f"row({literal(place.path)}, position, 0, {place.mtime_ns})"
     places = f"[{', '.join([companion] * len(roles.companions))}]"
     return f"""SELECT {literal(key)} || '/' || position AS key, {literal(place.path)} AS path, position AS "offset",

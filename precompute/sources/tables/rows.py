@@ -3,7 +3,7 @@
 The rows are the table ``loaded``: ``position`` from 0, ``name`` of the image (null without one), ``label`` (a class
 index or the name of a class, as text), ``label_is_number`` (the table has it as a number, not as text),
 ``label_problem`` (why there is none, null without one), ``captions``, ``problem`` (null without one), ``height``,
-``width``, ``companions``.
+``width``, ``companions``, ``split`` (null without one).
 """
 
 from __future__ import annotations
@@ -74,13 +74,14 @@ def row_columns(roles: Roles) -> str:
     sides = [f"TRY_CAST({identifier(name)} ->> '$' AS BIGINT)" for name in roles.sides] or ["NULL::BIGINT"] * 2
     names = coalesced([_text(identifier(name)) for name in roles.images])
     companions = ", ".join(f"coalesce({_text(identifier(name))}, '')" for name in roles.companions)
+    split = f"{_text(identifier(roles.split))}::VARCHAR" if roles.split else "NULL::VARCHAR"
     return f"""
         {POSITION} AS position, {names}::VARCHAR AS name,
         {coalesced(labels)}::VARCHAR AS label, {coalesced(are_numbers)}::BOOLEAN AS label_is_number,
         {coalesced(label_problems)}::VARCHAR AS label_problem,
         coalesce([text for text in [{stripped("text")} for text in {texts}] if text <> ''], []) AS captions,
         {coalesced(problems)}::VARCHAR AS problem, {sides[0]} AS height, {sides[1]} AS width,
-        [{companions}]::VARCHAR[] AS companions"""
+        [{companions}]::VARCHAR[] AS companions, {split} AS split"""
 
 
 def _text(cell: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -24,7 +25,7 @@ from ..files.files import FoundFile, LocalFiles, SourceFiles, look_up
 from ..files.folders import Scan
 from ..files.labels import AMONG_NUMBERS, MAX_CLASSES, Labels, number_names
 from ..files.record import MAX_CAPTIONS, MAX_KEY_CHARS, MAX_SIDE_PX, usable_key
-from ..files.splits import ALL, shards_of_split
+from ..files.splits import ALL, shards_of_split, values_of_split
 from ..listing.duck import database, literal, readable_path
 from ..listing.listing import PLACE_NAMES, SCHEMA, distinct_texts, record_batch
 from .formats import (
@@ -48,6 +49,7 @@ ANNOTATIONS = "annotations"  # folder of COCO's lists, beside the folders of the
 LOOKED_NAMES = 16  # of a table, to find where the images are
 MAX_FOLDERS = 20  # of a source, in which they are looked for
 LISTS = (".csv", ".tsv", "captions.txt", ".token", ".token.txt")  # endings of tables next to images
+MAX_SPLITS = 10_000  # values of a column that are looked at
 MAX_LISTS = 16  # of them that are opened in a folder
 ODD_PATH = r"(^|/)\.{0,2}(/|$)"  # some part is empty, "." or ".."
 # Of a row of ``loaded`` beside the number of its label.
@@ -212,13 +214,14 @@ def table_batches(files: SourceFiles, images: SourceFiles, table: str, scan: Sca
         database(where, path, memory_mib=memory_mib(files, table, path)) as connection,
     ):
         broken = load_table(connection, files, table, path, scan) + rejects_of(long_lines)
+        connection.register("classes", _classes(connection, scan))  # of all splits, so that each has the same labels
+        _keep_split(connection, files.shown(table), scan)
         columns = {"": "name"} | {name: f"companions[{i}]" for i, name in enumerate(scan.companions, 1)}
         folders: dict[str, str] = {}
         for companion, column in columns.items():
             query = f"SELECT {column} FROM loaded WHERE {column} <> '' ORDER BY position LIMIT {LOOKED_NAMES}"
             first = [name for (name,) in connection.execute(query).fetchall()]
             folders[companion] = _folder(images, table, first, scan, companion)
-        connection.register("classes", _classes(connection, scan))
         is_required = scan.labels.is_required
         if not is_required and not scan.labels.are_too_many:
             _count_unusable_labels(connection, scan.labels)
@@ -243,6 +246,19 @@ def table_batches(files: SourceFiles, images: SourceFiles, table: str, scan: Sca
             yield _records(rows, begins, images, folders)
     if broken:
         yield record_batch(broken)
+
+
+def _keep_split(connection: Any, where: str, scan: Scan) -> None:
+    """Drop the rows of other splits, if a column of the table tells them.
+
+    Raises: SourceError: several splits and none named, or none of this name.
+    """
+    rows = connection.execute(
+        f"SELECT coalesce(split, ''), count(*) FROM loaded GROUP BY 1 ORDER BY 1 LIMIT {MAX_SPLITS}"
+    ).fetchall()
+    values = values_of_split(where, Counter(dict(rows)), scan)
+    if values is not None:
+        connection.execute("DELETE FROM loaded WHERE NOT list_contains(?, coalesce(split, ''))", [values])
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -169,3 +170,193 @@ def test_a_store_gets_names_later_without_encoding_and_keeps_them(tmp_path: Path
     make()
     grown = LatentStore(store)
     assert (grown.spec.classes, grown.class_names.names) == (["n0", "n1", "n2"], ["n0", "Cat", "Dog"])
+
+
+NAMES = ("train/0.png", "train/1.png", "test/0.png", "test/1.png")
+
+
+def write_table(root: Path, name: str, rows: list[dict[str, Any]]) -> Path:
+    """A table of any format, by its name."""
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if name.endswith(".parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif name.endswith((".csv", ".tsv")):
+        mark = "," if name.endswith("csv") else "\t"
+        path.write_text("\n".join(mark.join(map(str, row)) for row in [[*rows[0]], *(row.values() for row in rows)]))
+    elif "captions_" in name:
+        images = [{"id": i, "file_name": row["file_name"]} for i, row in enumerate(rows)]
+        texts = [{"image_id": i, "caption": row["text"]} for i, row in enumerate(rows)]
+        path.write_text(json.dumps({"images": images, "annotations": texts}))
+    elif name.endswith(".jsonl"):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        path.write_text(json.dumps(rows))
+    return path
+
+
+def rows_of(*names: str) -> list[dict[str, Any]]:
+    return [{"file_name": name, "text": f"of {name}"} for name in names]
+
+
+TABLES = (
+    *("metadata.jsonl", "metadata.csv", "metadata.tsv", "metadata.parquet", "list.json", "list.jsonl", "list.csv"),
+    *("list.parquet", "annotations/captions_all.json"),
+)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_table_that_names_images_of_several_splits_stores_one_of_them(table: str, tmp_path: Path) -> None:
+    root = fill(tmp_path, *NAMES)
+    path = write_table(root, table, rows_of(*NAMES))
+    source = path if table.startswith("list") else root
+    with pytest.raises(SourceError, match=r"train \(2 images\), test \(2 images\).*source\.split=train"):
+        listed(source)
+    assert keys(source, split="train") == ["train/0.png", "train/1.png"]
+    assert keys(source, split="eval") == ["test/0.png", "test/1.png"]
+    assert keys(source, split="all") == list(NAMES)
+    with pytest.raises(SourceError, match=r"no split 'val'\. It holds: train \(2 images\), test \(2 images\)"):
+        listed(source, split="val")
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    {
+        "years": (("train2017/0.png", "val2017/1.png"), {"train": ["train2017/0.png"], "dev": ["val2017/1.png"]}),
+        "images of the hub": (("train_images/0.png", "test_images/1.png"), {"train": ["train_images/0.png"]}),
+        "no folder beside one": (("0.png", "test/1.png"), {"train": ["0.png"], "unnamed": ["0.png"]}),
+        "classes with both": (
+            ("cat/train/0.png", "cat/test/1.png", "dog/train/2.png"),
+            {"train": ["cat/train/0.png", "dog/train/2.png"], "test": ["cat/test/1.png"]},
+        ),
+        "below a folder of a split": (("test/train/0.png", "test/val/1.png"), {"train": ["test/train/0.png"]}),
+        "three of them": (("eval/0.png", "dev/0.png", "training/0.png"), {"test": ["eval/0.png"]}),
+    }.values(),
+)
+def test_folders_of_a_table_are_splits_by_their_names(
+    names: tuple[str, ...], expected: dict[str, list[str]], tmp_path: Path
+) -> None:
+    root = fill(tmp_path, *names)
+    write_table(root, "metadata.jsonl", rows_of(*names))
+    with pytest.raises(SourceError, match="several splits"):
+        listed(root)
+    for split, chosen in expected.items():
+        assert keys(root, split=split) == chosen
+
+
+@pytest.mark.parametrize(
+    "names", [("train/0.png", "more/1.png"), ("test/0.png", "test/1.png"), ("a/latest/0.png", "a/testing ground/1.png")]
+)
+def test_a_table_of_one_split_or_none_is_stored_as_it_is(names: tuple[str, ...], tmp_path: Path) -> None:
+    root = fill(tmp_path, *names)
+    write_table(root, "metadata.jsonl", rows_of(*names))
+    assert keys(root) == list(names)
+
+
+@pytest.mark.parametrize("table", [name for name in TABLES if "captions_" not in name])
+def test_a_column_of_splits_tells_them_rather_than_folders(table: str, tmp_path: Path) -> None:
+    names = [f"val2014/{i}.png" for i in range(4)]
+    root = fill(tmp_path, *names)
+    splits = ("train", "Test", "train", "restval")
+    rows = [row | {"label": f"class {i}", "split": splits[i]} for i, row in enumerate(rows_of(*names))]
+    path = write_table(root, table, rows)
+    source = path if table.startswith("list") else root
+    with pytest.raises(SourceError, match=r"several splits: .*train \(2 rows\).*source\.split=train"):
+        listed(source)
+    assert keys(source, split="train") == [names[0], names[2]]
+    assert keys(source, split="test") == [names[1]]
+    assert keys(source, split="restval") == [names[3]]
+    assert listed(source, split="test").classes == [
+        f"class {i}" for i in range(4)
+    ]  # the labels of all splits are equal
+    assert keys(source, split="all") == names
+
+
+def test_a_column_of_splits_beside_the_images(tmp_path: Path) -> None:
+    for number, splits in enumerate((["train", "test"], ["val", None])):
+        columns = {"image": [png(0), png(1)], "split": splits, "text": ["one", "two"]}
+        pq.write_table(pa.table(columns), tmp_path / f"part-{number}.parquet")
+    with pytest.raises(SourceError, match=r"train \(1 row\), test \(1 row\), validation \(1 row\), unnamed \(1 row\)"):
+        listed(tmp_path)
+    for split, key in {"train": "part-0/0", "test": "part-0/1", "val": "part-1/0", "unnamed": "part-1/1"}.items():
+        assert keys(tmp_path, split=split) == [key]
+    assert len(keys(tmp_path, split="all")) == 4
+    columns = {"image": [png(0), png(1)], "split": ["left", "right"]}  # no splits of a data set
+    (tmp_path / "other").mkdir()
+    pq.write_table(pa.table(columns), tmp_path / "other/0.parquet")
+    assert len(keys(tmp_path / "other")) == 2
+
+
+@pytest.mark.parametrize(
+    ("names", "listed_splits"),
+    {
+        "tars": (("00000.tar", "00001.tar", "val-00000.tar"), r"val \(1 file\), unnamed \(2 files\)"),
+        "parts": (
+            ("a.parquet", "b.parquet", "test-00000-of-00001.parquet"),
+            r"test \(1 file\), unnamed \(2 files\)",
+        ),
+        "evaluation": (("x0.tar", "x1.tar", "x-eval.tar"), r"eval \(1 file\), unnamed \(2 files\)"),
+    }.values(),
+)
+def test_shards_without_a_split_beside_those_of_one_are_a_split_too(
+    names: tuple[str, ...], listed_splits: str, tmp_path: Path
+) -> None:
+    root = fill(tmp_path, *names)
+    stems = [name.rpartition(".")[0] for name in names]
+    with pytest.raises(SourceError, match=rf"{listed_splits}.*source\.split=unnamed"):
+        listed(root)
+    for split in ("train", "unnamed"):
+        assert keys(root, split=split) == [f"{stem}/0" for stem in stems[:2]]
+    assert len(keys(root, split="all")) == 3
+    fill(root, f"train-0{names[0][-8:]}" if names[0].endswith("parquet") else "train-0.tar")
+    assert len(keys(root, split="train")) == 1
+    assert len(keys(root, split="unnamed")) == 2
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    {
+        "a tree of texts": (
+            ("images/train/0.png", "images/test/1.png", "captions/train/0.txt", "captions/test/1.txt"),
+            {"train": ["images/train/0.png"], "test": ["images/test/1.png"]},
+        ),
+        "texts beside": (("0.png", "0.txt", "test/1.png", "test/1.txt"), {"train": ["0.png"], "test": ["test/1.png"]}),
+        "classes": (
+            ("cat/train/0.png", "cat/test/1.png", "dog/train/2.png", "dog/test/3.png"),
+            {"train": ["cat/train/0.png", "dog/train/2.png"]},
+        ),
+    }.values(),
+)
+def test_splits_deep_in_a_tree_are_refused_and_chosen(
+    names: tuple[str, ...], expected: dict[str, list[str]], tmp_path: Path
+) -> None:
+    root = fill(tmp_path, *names)
+    with pytest.raises(SourceError, match="several splits"):
+        listed(root)
+    for split, chosen in expected.items():
+        assert keys(root, split=split) == chosen
+    assert len(keys(root, split="all")) == sum(name.endswith("png") for name in names)
+
+
+def test_folders_inside_of_tars_are_splits(tmp_path: Path) -> None:
+    with webdataset.TarWriter(str(tmp_path / "all.tar")) as tar:
+        for i, name in enumerate(("train/a", "train/b", "test/c")):
+            tar.write({"__key__": name, "png": png(i)})
+    for source in (tmp_path, tmp_path / "all.tar"):
+        with pytest.raises(SourceError, match=r"train \(2 images\), test \(1 image\)"):
+            listed(source)
+        assert keys(source, split="train") == ["all/train/a", "all/train/b"]
+        with pytest.raises(SourceError, match="no split 'val'"):
+            listed(source, split="val")
+
+
+def test_splits_at_a_url_are_those_of_the_folder(tmp_path: Path) -> None:
+    url = f"memory://splits/{tmp_path.name}"
+    fs, top = fsspec.core.url_to_fs(url)
+    root = fill(tmp_path, *NAMES)
+    write_table(root, "metadata.jsonl", rows_of(*NAMES))
+    for path in root.rglob("*.*"):
+        fs.pipe_file(f"{top}/{path.relative_to(root)}", path.read_bytes())
+    with pytest.raises(SourceError, match=r"train \(2 images\), test \(2 images\)"):
+        list_source(url)
+    assert [r.key for r in list_source(url, SourceSection(split="test")).records] == ["test/0.png", "test/1.png"]

@@ -1,0 +1,73 @@
+"""The records of one split, where the folders of the images tell the splits, and not the names of files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+
+from ....datasets.errors import SourceError
+from ....datasets.units import plural
+from ..files.splits import choose_split, splits_of_folders
+from .listing import Listing, spool
+
+pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
+
+NAME_AT_END = r"/?[^/]*$"  # of a path
+FIRST_FOLDER = r"^[^/]*/"
+
+
+def records_of_split(
+    where: str, records: Listing, asked: str, *, is_split: bool, is_table: bool, column: str = "path"
+) -> tuple[Listing, bool, list[str]]:
+    """The records of the requested split.
+
+    Args:
+      where: the source, for messages.
+      asked: of the recipe: "" if there may be only one split.
+      is_split: names of folders or files told the split, so its name need not occur again.
+      is_table: a table names the images, so no folder of them is a class.
+      column: with the path of each image: "path", or "key" for members of a tar, after the name of the tar.
+    Returns: the records, whether some were left out, and notes.
+    Raises: SourceError: several splits and none named, or none of this name.
+    """
+    folders: Counter[str] = Counter()
+    for batch in records.batches():
+        counted = pc.value_counts(_folders(batch, column))
+        folders.update(dict(zip(counted.field("values").to_pylist(), counted.field("counts").to_pylist(), strict=True)))
+    split_of = splits_of_folders(folders, is_table=is_table)
+    counts: Counter[str] = Counter()
+    for folder, count in folders.items():
+        counts[split_of[folder]] += count
+    if not any(counts.keys()):
+        return records, False, []
+    try:
+        chosen = choose_split(where, counts, asked, lambda count: plural(count, "image"))
+    except SourceError:
+        if not (asked and is_split):
+            raise
+        chosen = None
+    if chosen is None:
+        return records, False, []
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for batch in records.batches():
+            splits = [split_of[folder] for folder in _folders(batch, column).to_pylist()]
+            yield batch.filter(pa.array(np.array([split == chosen for split in splits], bool)))
+
+    left_out = ", ".join(f"{count:,} of {name or 'none'}" for name, count in counts.items() if name != chosen)
+    note = f"split '{chosen or 'unnamed'}' by the folders of the images: {plural(counts[chosen], 'image')}"
+    listing = spool(batches(), lambda _: None, check_keys=False)
+    return listing, True, [f"{note}; left out: {left_out or 'none'}"]
+
+
+def _folders(batch: pa.RecordBatch, column: str) -> pa.Array:
+    """The folder of each image."""
+    paths = batch[column]
+    if column == "key":
+        paths = pc.replace_substring_regex(paths, FIRST_FOLDER, "")
+    return pc.replace_substring_regex(paths, NAME_AT_END, "")
