@@ -18,6 +18,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 
 from ...datasets.disk.hashing import read_json, sha256_file, sha256_of
+from ...datasets.disk.weight_files import WeightFilesError, weight_names
+from ...datasets.disk.weight_files import weight_files as chosen_files
 from ...datasets.errors import DamageError, EncoderError
 from ...datasets.format.schema import EncoderIdentity
 from ...datasets.remote.failures import one_line
@@ -59,11 +61,6 @@ def nothing_fetched() -> Iterator[None]:
         yield
     finally:
         _FETCHES.reset(token)
-
-
-def weight_names(stem: str) -> tuple[str, ...]:
-    """File patterns of a model's safetensors on the hub, whole or sharded."""
-    return f"{stem}.safetensors", f"{stem}.safetensors.index.json", f"{stem}-?????-of-?????.safetensors"
 
 
 def resolve_model(
@@ -173,28 +170,22 @@ def _read_object(path: Path, *, what: str) -> dict[str, Any]:
 
 
 def weight_files(folder: Path, stem: str, *, what: str) -> list[Path]:
-    """Safetensors of a model, sorted.
+    """The safetensors that the library of a model loads, sorted; variants and other files beside them are left out.
 
-    Raises: EncoderError: there are none.
+    Args:
+      stem: VAE_WEIGHTS, of a model of diffusers, or TEXT_WEIGHTS, of one of transformers.
+    Raises: EncoderError: there are none, they are damaged, or a tensor is in two of them.
     """
-    files = sorted(path for path in folder.glob(f"{stem}*.safetensors") if ".fp16." not in path.name)
-    if not files:
-        others = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
-        raise EncoderError(
-            f"{what} '{folder}': there are no weights '{stem}*.safetensors' (found: {others}). "
-            "Only safetensors are read; convert other weights with save_pretrained(..., safe_serialization=True)."
-        )
-    index = folder / f"{stem}.safetensors.index.json"
-    if index.is_file():  # the libraries load whatever it names
-        named = _read_object(index, what=what).get("weight_map")
-        names = set(map(str, named.values())) if isinstance(named, dict) else {""}
-        if strange := sorted(names - {path.name for path in files}):
-            raise EncoderError(
-                f"{what} '{index}': it names '{strange[0][:80]}', expected only '{stem}*.safetensors' beside it. "
-                "Fetch or save the model again."
-            )
+    try:
+        files = chosen_files(folder, stem, library="diffusers" if stem == VAE_WEIGHTS else "transformers")
+    except WeightFilesError as error:
+        raise EncoderError(f"{what} '{folder}': {error}.") from error
     for path in files:
         check_header(path, what=what)
+    names = weights_in(files)
+    if len(names) > len(set(names)):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise EncoderError(f"{what} '{folder}': '{twice}' is in two of its files. Fetch or save the model again.")
     return files
 
 

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
 
 from ...datasets.disk.hashing import canonical_json
 from ...datasets.errors import RunError
 from ...datasets.format.schema import LatentSpec
 from ...datasets.order.alike import raw_scale_and_shift
 from ...precompute.encoders.autoencoders import FAMILIES as AUTOENCODERS
-from ...precompute.encoders.model_files import CONFIG, VAE_WEIGHTS, read_config, weight_files
+from ...precompute.encoders.model_files import CONFIG, VAE_WEIGHTS, read_config, read_weight, weight_files
 from ...train.models.diffusers.model import Normalisation
 
 # Normalisation of a class in ``autoencoders.FAMILIES`` that a pipeline of each normalisation can undo.
@@ -119,16 +118,13 @@ def _with_defaults(class_name: str, config: Mapping[str, Any]) -> dict[str, Any]
 def _has_batch_norm(folder: Path, config: Mapping[str, Any], latent: LatentSpec) -> bool:
     """Whether a run's latents are normalised by the running statistics among the weights of a VAE."""
     epsilon = _with_defaults(str(config["_class_name"]), config)["batch_norm_eps"]
-    statistics: dict[str, np.ndarray] = {}
-    for path in weight_files(folder, VAE_WEIGHTS, what="--encoders: vae"):
-        with safe_open(path, framework="pt") as file:
-            for name in {"bn.running_mean", "bn.running_var"} & set(file.keys()):
-                statistics[name] = file.get_tensor(name).double().numpy()
-    if len(statistics) < 2:
+    files = weight_files(folder, VAE_WEIGHTS, what="--encoders: vae")
+    mean, variance = read_weight(files, "bn.running_mean"), read_weight(files, "bn.running_var")
+    if mean is None or variance is None:
         return False
     scale, shift = raw_scale_and_shift(latent)
-    deviation = np.sqrt(statistics["bn.running_var"] + epsilon)
-    return _alike(scale, 1 / deviation) and _alike(shift, statistics["bn.running_mean"])
+    deviation = np.sqrt(variance.double().numpy() + epsilon)
+    return _alike(scale, 1 / deviation) and _alike(shift, mean.double().numpy())
 
 
 def _same(value: Any, expected: Any) -> bool:

@@ -19,9 +19,11 @@ from safetensors.torch import save as safetensors_of
 from ...datasets.disk.files import write_folder
 from ...datasets.disk.hashing import canonical_json, read_json
 from ...datasets.disk.strays import sweep_strays
+from ...datasets.disk.weight_files import index_name, weight_names
 from ...datasets.errors import EncoderError, RecipeError, RunError
 from ...datasets.format.schema import UNKNOWN
 from ...datasets.recipe import parse_stored
+from ...precompute.encoders.model_files import TEXT_WEIGHTS, VAE_WEIGHTS, weight_files
 from ...train.models.build import FAMILIES, family_of
 from ...train.models.diffusers.adapters import ADAPTER, UP
 from ...train.models.diffusers.model import DiffusersModel
@@ -54,7 +56,6 @@ Files = Iterator[tuple[str, Any]]  # relative path, and bytes or an iterable of 
 
 CHAT_TEMPLATE = "chat_template.jinja"  # pipelines apply it; captions were encoded with the text of the recipe
 PART_BYTES = 1 << 24
-NO_TOKENIZER = ("*.safetensors", "config.json", "*.index.json")
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
@@ -203,13 +204,28 @@ def diffusers_files(snapshot: Snapshot, copies: Mapping[str, Path], vae: bytes) 
     yield "scheduler/scheduler_config.json", scheduler.to_json_string().encode()
     yield "model_index.json", canonical_json(index_of(snapshot, type(scheduler).__name__, copies))
     for name, folder in copies.items():
-        left_out = NO_TOKENIZER if name.startswith("tokenizer") else ()
         if name == "vae":
-            left_out = ("config.json",)
             yield "vae/config.json", vae
-        for path in sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern)}):
-            if ".fp16." not in path.name and not any(map(path.match, left_out)):
-                yield f"{name}/{path.name}", _parts_of(path)
+        for path in _copied_files(name, folder):
+            yield f"{name}/{path.name}", _parts_of(path)
+
+
+def _copied_files(name: str, folder: Path) -> list[Path]:
+    """The files of a part of a pipeline to copy: of its weights only those that its library loads.
+
+    Args:
+      name: of the part, in the pipeline.
+      folder: that may also hold other parts, variants of the weights, and files of an earlier save.
+    """
+    files = {path for pattern in MODEL_FILES for path in folder.glob(pattern)}
+    others = {path for path in files if not path.name.endswith((".safetensors", ".safetensors.index.json"))}
+    if name.startswith("tokenizer"):
+        return sorted(others - {folder / "config.json"})
+    stem = VAE_WEIGHTS if name == "vae" else TEXT_WEIGHTS
+    weights = weight_files(folder, stem, what=f"--encoders: {name}")
+    index = {folder / index_name(stem)} if weights != [folder / f"{stem}.safetensors"] else set()
+    written = {folder / "config.json"} if name == "vae" else set()
+    return sorted({*others, *weights, *index} - written)
 
 
 def _parts_of(path: Path) -> Iterator[bytes]:
@@ -316,7 +332,7 @@ def encoder_folders(snapshot: Snapshot, vae_place: str | None, text_place: str |
     folders: dict[str, Path] = {}
     for name, section, subfolder, stem, made_with in wanted:
         what, role = f"--encoders: {name}", "vae" if name == "vae" else "text"
-        names = (files.CONFIG, *files.weight_names(stem)) if stem else (*files.TOKENIZER_FILES, CHAT_TEMPLATE)
+        names = (files.CONFIG, *weight_names(stem)) if stem else (*files.TOKENIZER_FILES, CHAT_TEMPLATE)
         try:
             with contextlib.nullcontext() if moved[role] else files.nothing_fetched():
                 folder, _ = files.resolve_model(section.model, subfolder, section.revision, files=names, what=what)

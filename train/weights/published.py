@@ -1,7 +1,8 @@
 """Published weights of DiTs, converted to ours: DiT, SiT, LightningDiT, and DiT in the layout of diffusers.
 
-The official layout, whose names our model shares, is a flat state dict, or a trainer's ``{model, ema, opt, args}``, of
-which ``ema`` is used. Source: DiT, arXiv 2212.09748; SiT, arXiv 2401.08740; LightningDiT, arXiv 2501.01423, section 4.
+The official layout, whose names our model shares, is a flat state dict, or a trainer's ``{model, ema, opt, args}`` or
+``{state_dict, state_dict_ema}``, of which the averaged weights are used. Source: DiT, arXiv 2212.09748; SiT, arXiv
+2401.08740; LightningDiT, arXiv 2501.01423, section 4.
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ POSITIONS, INPUT, OUTPUT = "pos_embed", "x_embedder.proj.weight", "final_layer.l
 LAST = (f"{OUTPUT}.weight", f"{OUTPUT}.bias")
 PROJECTORS = "projectors."  # to image features, which only training needs
 LABEL_TABLE = "y_embedder.embedding_table"
+# Averaged weights first: of DiT and its relatives, of PixArt; then those of the last step, also of DeepSpeed.
+GROUPS = ("ema", "state_dict_ema", "model", "state_dict", "module")
+# Modules that wrap another, whose names torch.compile, DDP, FSDP, checkpointing and Lightning put before those within.
+WRAPPERS = re.compile(
+    r"(?:^|(?<=\.))(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\."
+)
 # diffusers' name of a module -> the official one; N is the number of a block. diffusers has the embedders of time and
 # label in every block, and three layers for the thirds of qkv, which are numbered here.
 MODULES = {
@@ -64,13 +71,29 @@ def read_official(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise RunError(f"model.init_from '{path}': there is no such file.")
     content = read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
-    for group in ("ema", "model"):
+    for group in GROUPS:
         if isinstance(content, Mapping) and isinstance(content.get(group), Mapping):
             content = content[group]
             break
     if not isinstance(content, Mapping) or not all(isinstance(tensor, Tensor) for tensor in content.values()):
-        raise RunError(f"model.init_from '{path}': expected a state dict, or a checkpoint with 'ema' or 'model'.")
-    return {str(name).removeprefix("module."): tensor for name, tensor in content.items()}
+        groups = ", ".join(f"'{group}'" for group in GROUPS)
+        raise RunError(f"model.init_from '{path}': expected a state dict, or a checkpoint with one of {groups}.")
+    weights = {str(name): tensor for name, tensor in content.items() if name != "n_averaged"}  # of an AveragedModel
+    return without_wrappers(weights, str(path))
+
+
+def without_wrappers(weights: Weights, source: str) -> dict[str, Tensor]:
+    """The weights by their names in the plain model.
+
+    Raises: RunError: two names differ by wrappers alone.
+    """
+    plain: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        inner = WRAPPERS.sub("", name)
+        if inner in plain:
+            raise RunError(f"model.init_from '{source}': it has two tensors '{inner}', one of them as '{name}'.")
+        plain[inner] = tensor
+    return plain
 
 
 def _read_pickle(path: Path) -> Any:

@@ -1,7 +1,7 @@
 """What ``model.init_from`` can name, and what that records of itself.
 
 A source is a run, whose newest snapshot is used; a hub id or folder in diffusers' layout, a pipeline or its
-transformer, of which only safetensors are read; or a file of a DiT in the official layout.
+transformer, of which only safetensors are read, as diffusers chooses them; or a file of a DiT in the official layout.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ...datasets.disk.hashing import read_json
+from ...datasets.disk.weight_files import WeightFilesError, weight_files, weight_names
 from ...datasets.errors import DamageError, RunError
 from ...datasets.format.class_names import imagenet_names
 from ...datasets.format.schema import LatentSpec
@@ -24,9 +25,21 @@ from ..models.build import FAMILIES, family_of, transformer_class
 from ..models.dit import size_of
 from ..models.spec import ModelSpec
 from . import checkpoint
-from .published import POSITIONS, position_span, read_official, read_safetensors
+from .published import POSITIONS, position_span, read_official, read_safetensors, without_wrappers
 
-CONFIG, WEIGHTS, SUBFOLDER = "config.json", "diffusion_pytorch_model*.safetensors", "transformer"
+CONFIG, WEIGHTS, SUBFOLDER = "config.json", "diffusion_pytorch_model", "transformer"
+FILES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
+ADAPTER_FILES = ("pytorch_lora_weights.safetensors", "adapter_config.json")
+# What diffusers' EMAModel.save_pretrained adds to the config of the averaged model.
+EMA_KEYS = {
+    "decay",
+    "inv_gamma",
+    "min_decay",
+    "optimization_step",
+    "power",
+    "update_after_step",
+    "use_ema_warmup",
+}
 MAX_CONFIG_BYTES = 1 << 20
 MAX_DEPTH = 256  # blocks in a config: the largest models have 60
 MAX_NUMBER = 1 << 16  # of anything else in it: the largest is 18432
@@ -34,7 +47,8 @@ MAX_NUMBER = 1 << 16  # of anything else in it: the largest is 18432
 
 def is_file(source: str) -> bool:
     """Whether a source is a file of weights, not a folder or a hub id."""
-    return source.endswith((".pt", ".pth", ".safetensors"))
+    path = Path(source).expanduser()
+    return path.is_file() or (source.endswith(FILES) and not path.is_dir())
 
 
 def read_snapshot(source: str) -> checkpoint.Saved | None:
@@ -60,7 +74,7 @@ def spec_of(snapshot: checkpoint.Saved) -> ModelSpec:
         raise checkpoint.CheckpointDamage(snapshot.path, f"its spec is not valid ({error})") from error
 
 
-def model_folder(source: str, *, files: tuple[str, ...] = (CONFIG, WEIGHTS)) -> Path:
+def model_folder(source: str, *, files: tuple[str, ...] = (CONFIG, *weight_names(WEIGHTS))) -> Path:
     """Folder of a transformer: local, else fetched from the hub.
 
     Args:
@@ -68,6 +82,11 @@ def model_folder(source: str, *, files: tuple[str, ...] = (CONFIG, WEIGHTS)) -> 
     Raises: RunError: it does not exist.
     """
     folder = Path(source).expanduser()
+    if folder.is_file():
+        raise RunError(
+            f"model.init_from '{source}': it is a file. Expected a folder or hub id of a diffusers pipeline, or of its "
+            "transformer: load the file with from_single_file of diffusers' class, and save it with save_pretrained."
+        )
     if not folder.is_dir():
         if source.startswith((".", "/", "~")) or source.count("/") != 1:
             raise RunError(
@@ -76,14 +95,18 @@ def model_folder(source: str, *, files: tuple[str, ...] = (CONFIG, WEIGHTS)) -> 
                 "their run, with --base PATH to other commands."
             )
         folder = _fetch(source, files)
-    if not (folder / CONFIG).is_file():
-        folder = folder / SUBFOLDER
-    if not (folder / CONFIG).is_file():
+    for candidate in (folder, folder / SUBFOLDER):
+        if (candidate / CONFIG).is_file():
+            return candidate
+    problem = f"model.init_from '{source}': there is no '{CONFIG}' and no '{SUBFOLDER}/{CONFIG}'"
+    if any((folder / name).is_file() for name in ADAPTER_FILES):
         raise RunError(
-            f"model.init_from '{source}': there is no '{CONFIG}' and no '{SUBFOLDER}/{CONFIG}'. Expected a folder or "
-            "hub id of a diffusers pipeline, or of its transformer."
+            f"{problem}, but adapters (LoRA). Merge them into the weights that they belong to, with fuse_lora and "
+            "save_pretrained of diffusers or 'leandit export RUN --merged', and name that folder."
         )
-    return folder
+    others = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
+    named = f" Its subfolders with one are {', '.join(others)}: name the one that is meant." if others else ""
+    raise RunError(f"{problem}. Expected a folder or hub id of a diffusers pipeline, or of its transformer.{named}")
 
 
 def _fetch(hub_id: str, files: tuple[str, ...]) -> Path:
@@ -92,7 +115,7 @@ def _fetch(hub_id: str, files: tuple[str, ...]) -> Path:
 
     names = [f"{place}{name}" for place in ("", f"{SUBFOLDER}/") for name in files]
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=names, ignore_patterns=["*.fp16.*"]))
+        return Path(snapshot_download(hub_id, allow_patterns=names))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise RunError(
@@ -124,7 +147,7 @@ def read_config(source: str, family: str) -> dict[str, Any]:
             f"model.init_from '{source}': its config is of {str(loaded.get('_class_name'))[:80]!r}, the model needs "
             f"{cls.__name__}. Check model.name."
         )
-    loaded = {key: value for key, value in loaded.items() if not key.startswith("_")}
+    loaded = {key: value for key, value in loaded.items() if not key.startswith("_") and key not in EMA_KEYS}
     known = {p.name: p.default for p in inspect.signature(cls.__init__).parameters.values() if p.name != "self"}
     if unknown := sorted(loaded.keys() - known.keys()):
         raise RunError(
@@ -148,17 +171,25 @@ def read_config(source: str, family: str) -> dict[str, Any]:
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder's safetensors.
+    """The tensors that diffusers loads from a folder without a variant, by their names without wrappers.
 
-    Raises: RunError: no such files; DamageError: a file cannot be read.
+    Raises: RunError: no such files, or a tensor is in two of them; DamageError: a file cannot be read.
     """
-    files = sorted(path for path in folder.glob(WEIGHTS) if ".fp16." not in path.name)
-    if not files:
-        raise RunError(
-            f"model.init_from '{folder}': there are no weights '{WEIGHTS}'. Only safetensors are read; convert other "
-            "weights with save_pretrained(..., safe_serialization=True)."
-        )
-    return {name: tensor for path in files for name, tensor in read_safetensors(path).items()}
+    try:
+        files = weight_files(folder, WEIGHTS, library="diffusers")
+    except WeightFilesError as error:
+        raise RunError(f"model.init_from '{folder}': {error}.") from error
+    tensors, file_of = dict[str, Tensor](), dict[str, str]()
+    for path in files:
+        for name, tensor in without_wrappers(read_safetensors(path), str(path)).items():
+            if name in tensors:
+                raise RunError(
+                    f"model.init_from '{folder}': '{name}' is in '{file_of[name]}' and in '{path.name}'. Fetch or save "
+                    "the model again."
+                )
+            tensors[name] = tensor
+            file_of[name] = path.name
+    return tensors
 
 
 def position_grid(source: str) -> int:

@@ -247,9 +247,13 @@ def test_the_scale_of_an_import_is_that_of_the_exported_vae(
 ) -> None:
     store = imported(tmp_path, *settings)
     run = trained("pixart-tiny", store, tmp_path / "run", "run.global_batch=2")
+    weights = tmp_path / "vae/diffusion_pytorch_model.safetensors"
+    for variant in ("bf16", "non_ema"):  # the pipeline loads neither
+        (tmp_path / f"vae/diffusion_pytorch_model.{variant}.safetensors").write_bytes(weights.read_bytes())
     moved = ("--vae", tmp_path / "vae")
     ended = leandit("export", run, "--out", tmp_path / "out", "--encoders", *moved)
     assert ended.code == 0, ended.err
+    assert {path.name for path in (tmp_path / "out/vae").iterdir()} == {"config.json", weights.name}
     assert check_decoding("pixart-tiny", run, tmp_path / "out", "AutoencoderKL")["scaling_factor"] == scale
 
 
