@@ -198,7 +198,11 @@ def variational_bound(
 
 
 def discretized_log_likelihood(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
-    """Log-probability of 8-bit values in -1..1 under a Gaussian (Ho et al. 2020, equation 13); elementwise."""
+    """Log-probability of 8-bit values in -1..1 under a Gaussian (Ho et al. 2020, equation 13); elementwise.
+
+    The cumulative distribution is exact. DiT's code approximates it by a tanh, to 2e-4, so that its loss at step 0, the
+    only step that has this likelihood, differs by about 1e-3.
+    """
     centred, inverse_std = x - mean, (-log_std).exp()
     upper = torch.special.ndtr(inverse_std * (centred + 1 / 255))
     lower = torch.special.ndtr(inverse_std * (centred - 1 / 255))

@@ -19,7 +19,8 @@ STOCHASTIC: tuple[Sampler, ...] = ("sde", "ddpm")  # whose steps take the genera
 
 Diffusion = Literal["sigma", "linear", "constant", "decreasing", "increasing-decreasing"]
 LastStep = Literal["mean", "euler", "tweedie"]
-LAST_STEP = 0.04  # time at which the last step, without noise, begins; of SiT and REPA, whatever the number of steps
+# Time before the shift at which the last step, without noise, begins: of SiT, REPA and SR-DiT for any number of steps.
+LAST_STEP = 0.04
 
 
 def choose_sampler(objective: ObjectiveSection, wanted: Sampler, *, steps: int) -> Sampler:
@@ -107,7 +108,7 @@ class EulerMaruyama:
     whose time is s. REPA, REG and contrastive flow sample with D = t ("sigma") and the last step "mean".
 
     Args:
-      shift: of the times towards noise, which are evenly spaced without it (1).
+      shift: of the times towards noise, which are evenly spaced from 1 to 0.04 without it (1), as in SR-DiT's code.
       diffusion: D(t). On this path "sigma" and "linear" are both t.
       last_step: without noise: "mean" by the drift above, "euler" by the velocity alone, "tweedie" to the mean of the
         data, which on this path is "euler".
@@ -127,7 +128,7 @@ class EulerMaruyama:
     def set_timesteps(self, steps: int) -> None:
         """Begin to draw with so many steps, of which the last has no noise; at least 2."""
         shift = self._shift
-        even = torch.linspace(1, LAST_STEP / (shift - (shift - 1) * LAST_STEP), steps, dtype=torch.float64)
+        even = torch.linspace(1, LAST_STEP, steps, dtype=torch.float64)
         self._times = [*(shift * even / (1 + (shift - 1) * even)).tolist(), 0.0]
         self._index = 0
 

@@ -88,5 +88,5 @@ class Routing(Technique):
         if not is_active(self.section.stop_step, step):
             return extras
         order = images.draws["token_order"]
-        count = max(1, round(order.shape[1] * (1 - self.section.share)))
+        count = order.shape[1] - int(order.shape[1] * self.section.share)  # rounded as in TREAD's code
         return extras._replace(kept=order.argsort(1)[:, :count].sort(1).values)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import DPMSolverMultistepScheduler
 from making import CPU
 from torch import Tensor, nn
 
@@ -90,7 +91,9 @@ def test_a_constant_target_is_recovered_exactly(objective: ObjectiveSection, sam
 
 @pytest.mark.parametrize(("objective", "sampler"), WAYS, ids=WAYS_IDS)
 def test_a_gaussian_target_is_recovered(objective: ObjectiveSection, sampler: Sampler) -> None:
-    latents = draw(objective, 0.5, count=64, steps=250, sampler=sampler)
+    # The published last step "mean" begins at 0.11 with a shift of 3, and smooths more the earlier it begins.
+    last_step = "euler" if sampler == "sde" and objective.shift > 1 else "mean"
+    latents = draw(objective, 0.5, count=64, steps=250, sampler=sampler, last_step=last_step)
     for part, mean in ((latents[:32], 0.7), (latents[32:], -1.2)):
         assert part.mean() == pytest.approx(mean, abs=0.02)
         assert part.std() == pytest.approx(0.5, abs=0.015 if sampler not in ("ddpm", "sde") else 0.03)
@@ -245,6 +248,47 @@ def test_every_diffusion_has_the_marginals_of_the_flow(diffusion: str, shift: fl
         assert part.mean() == pytest.approx(mean, abs=0.03)
         assert part.std() == pytest.approx(0.5, abs=0.03)
     assert (draw(OBJECTIVES[0], 0.5, seed=1, **how) - draw(OBJECTIVES[0], 0.5, seed=1, **how)).abs().max() == 0
+
+
+@pytest.mark.parametrize("shift", [1.0, 2**0.5, 3.0, 0.3])
+def test_the_sde_shifts_times_from_1_to_0_04_as_published(shift: float) -> None:
+    """SR-DiT's code, whose shift is sqrt(2): the last step begins at 0.0556."""
+    scheduler = build_scheduler(ObjectiveSection(kind="flow", shift=shift), "sde")
+    scheduler.set_timesteps(5)
+    even = [1.0, 0.76, 0.52, 0.28, 0.04]
+    expected = [1000 * shift * t / (1 + (shift - 1) * t) for t in even]
+    assert scheduler.timesteps.tolist() == pytest.approx(expected)
+
+
+def test_dpm_is_the_solver_of_sanas_pipeline_at_exact_times() -> None:
+    """The pipeline gives the model times that are rounded down; at these times both draw the same."""
+    objective, labels = ObjectiveSection(kind="flow", shift=3.0), Conditioning(labels=torch.tensor([0, 1, 0]))
+    snapshot = snapshot_of(objective, 0.5)
+    solver = Solver("dpm", steps=20, guidance=4.5)
+    forward = guided(snapshot, labels, solver, (8, 8))
+    pipeline = DPMSolverMultistepScheduler(
+        algorithm_type="dpmsolver++",
+        solver_order=2,
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        flow_shift=3.0,
+    )
+    pipeline.set_timesteps(20)
+    keys = [torch.Generator().manual_seed(keyed_hash(3, number) % 2**63) for number in range(3)]
+    noise = torch.stack([torch.randn(128, generator=key) for key in keys])
+
+    def drawn(times: list[float]) -> torch.Tensor:
+        pipeline.set_timesteps(20)
+        x = noise
+        for t, time in zip(pipeline.timesteps, times, strict=True):
+            x = pipeline.step(forward(x, time), t, x).prev_sample
+        return x.unflatten(1, (2, 8, 8))
+
+    exact = drawn([1000 * sigma for sigma in pipeline.sigmas[:-1].tolist()])
+    rounded = drawn(pipeline.timesteps.tolist())
+    ours = draw_latents(snapshot, labels, size=(8, 8), seed=3, solver=solver)
+    torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-5)
+    assert 1e-4 < (ours - rounded).norm() / rounded.norm() < 0.02
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS["flow"])

@@ -178,6 +178,19 @@ def test_a_rank_without_images_has_the_same_terms(store: LatentStore, monkeypatc
     assert all(gradient is not None and not gradient.any() for gradient in gradients)
 
 
+@pytest.mark.parametrize(("share", "stay"), [(0.1, 15), (0.3, 12), (0.5, 8), (0.75, 4), (0.97, 1)])
+def test_the_number_of_tokens_that_skip_is_rounded_down_as_published(
+    share: float, stay: int, store: LatentStore
+) -> None:
+    """Of 16 tokens; TREAD's code, at 256: 231 stay at a share of 0.1, 180 at 0.3."""
+    state = state_of(store, *FLOW, "routing.kind=tread", *ROUTED, f"routing.share={share}")
+    tokens = []
+    for block in state.engine.model.blocks:
+        block.register_forward_pre_hook(lambda _, inputs: tokens.append(inputs[0].shape[1]))
+    train_step(state, next(iter(state.loader)))
+    assert tokens == [stay, 16]
+
+
 @pytest.mark.parametrize("kind", ["tread", "sprint"])
 def test_evaluation_predicts_with_all_tokens(kind: str, store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
     state = state_of(store, *TERMS, *OWN, f"routing.kind={kind}", *ROUTED, "routing.share=0.9", "optimizer.lr=1e-2")
