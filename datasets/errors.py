@@ -116,6 +116,10 @@ class RecordRejected(Exception):
         super().__init__(f"{stage}: {reason}: {detail}")
         self.stage, self.reason, self.detail = stage, reason, detail
 
+    def without_traceback(self) -> RecordRejected:
+        """The same reject, to be kept: the frames of its traceback would keep all bytes that were read in them."""
+        return RecordRejected(self.stage, self.reason, self.detail)
+
 
 @contextlib.contextmanager
 def needs_extra(extra: str, key: str, instead: str) -> Iterator[None]:

@@ -178,7 +178,7 @@ class Decoders:
             assert size, "a file has all bytes"
             return size
         except RecordRejected as reject:
-            return reject
+            return reject.without_traceback()
 
     def decode(
         self,

@@ -192,7 +192,7 @@ def _sent_size(source: Source, place: tuple[str, int, int], decoders: Decoders) 
         assert size, "all of its bytes were at hand"
         return size
     except RecordRejected as reject:
-        return reject
+        return reject.without_traceback()
 
 
 def listing_rejects(batch: pa.RecordBatch, recipe: PrecomputeRecipe) -> dict[int, RecordRejected]:

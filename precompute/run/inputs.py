@@ -60,7 +60,7 @@ class ImageReader:
                 **how,
             )
         except RecordRejected as reject:
-            return reject
+            return reject.without_traceback()
         self.clock.add({"read": fetch_seconds + decoded.read_seconds, "decode": decoded.decode_seconds})
         return decoded
 

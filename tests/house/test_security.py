@@ -30,7 +30,17 @@ import pytest
 from faults import start
 from features import Evil
 from forked import run_forked
-from making import CPU, NO_CHECK, Leandit, image_bytes, make_class_folder, train_recipe, tree_digest, write_file
+from making import (
+    CPU,
+    LABEL_RECIPE,
+    NO_CHECK,
+    Leandit,
+    image_bytes,
+    make_class_folder,
+    train_recipe,
+    tree_digest,
+    write_file,
+)
 from repository import MODULES, name_of, parsed
 from stores import Everything, copy_of
 from tiny_models import make_dinov2, save_qwen3
@@ -1029,3 +1039,34 @@ def test_no_module_can_run_what_a_file_says_and_bytes_reach_the_disk_through_one
                 writers.add(name_of(path))
     assert unsafe == []
     assert writers - {"datasets/disk/files.py"} == ALLOWED_WRITERS
+
+
+def test_rows_of_parquet_that_unpack_to_too_much_are_rejected_without_keeping_what_was_read(
+    leandit: Leandit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None
+) -> None:
+    """A dictionary names one long value in every row; each reject would keep all that was read of its row group."""
+    monkeypatch.setattr("leandit.precompute.sources.tables.embedded.MAX_GROUP_BYTES", 8 << 20)
+    overrides = [*LABEL_RECIPE, "source.max_reject_share=1", "source.max_rejects_in_a_row=1000", "source.labels=none"]
+    words = [word for override in overrides for word in ("--set", override)]
+    make_class_folder(tmp_path / "images", classes=1, per_class=1)
+    assert (
+        leandit(
+            "precompute", "imagenet-256", "--source", tmp_path / "images", "--store", tmp_path / "warm", *words
+        ).code
+        == 0
+    )
+
+    num_groups = 60
+    source = tmp_path / "source"
+    source.mkdir()
+    schema = pa.schema([("image", pa.binary())])
+    with pq.ParquetWriter(source / "all.parquet", schema, compression="zstd") as writer:
+        writer.write_table(pa.table({"image": pa.array([PNG], pa.binary())}))
+        bomb = pa.array([bytes(4 << 20)] * 3, pa.binary())
+        for _ in range(num_groups):
+            writer.write_table(pa.table({"image": bomb}))
+    assert (source / "all.parquet").stat().st_size < 1 << 20
+    with cheap(300):
+        ended = leandit("precompute", "imagenet-256", "--source", source, "--store", tmp_path / "store", *words)
+    assert ended.code == 0, ended
+    assert LatentStore(tmp_path / "store").records["status"].to_pylist() == ["stored"] + ["rejected"] * 3 * num_groups

@@ -525,7 +525,11 @@ class EmbeddedImages:
             return file.starts, columns, file.index
 
     def _group(self, path: str, group: int, column: str, index: Any) -> pa.ChunkedArray:
-        """Images of a group; waits if another thread is reading it."""
+        """Images of a group; waits if another thread is reading it.
+
+        An error must not stay in memory, because its frames hold what was read. So no frame of it may hold the future
+        that holds the error.
+        """
         with self._lock:
             future = self._groups.get((path, group, column))
             must_read = future is None
@@ -533,7 +537,10 @@ class EmbeddedImages:
                 future = self._groups[path, group, column] = Future()
             self._groups.move_to_end((path, group, column))
         if not must_read:
-            return future.result()
+            try:
+                return future.result()
+            finally:
+                del future
         try:
             # A group may take a GiB, for each thread.
             with self._readers, _opened(self.files, path, self.settings.kind, index) as file:
@@ -542,6 +549,7 @@ class EmbeddedImages:
             with self._lock:
                 del self._groups[path, group, column]
             future.set_exception(error)
+            del future
             raise
         with self._lock:
             sizes = {key: future.result().nbytes for key, future in self._groups.items() if future.done()}
