@@ -166,6 +166,9 @@ class RunSection(Section):
     cheap to recompute, not matrix products."""
     grad_clip: Annotated[float, Field(ge=0)] = 1.0
     """Largest gradient norm; 0: no clipping."""
+    skip_nonfinite: Count = 0
+    """Most updates of the run that may be skipped because the loss or the gradient is not finite; one more ends it. Not
+    with fp16, whose loss scale skips them."""
     ema_decay: Share = 0.9999
     """Decay of the averaged weights per step, for ema.kind = "exponential"."""
     checkpoint_every: Positive = 5000
@@ -296,6 +299,8 @@ def _contradictions(recipe: TrainRecipe) -> Iterator[str]:
     has_null = recipe.conditioning.drop > 0 or recipe.lora.rank > 0  # adapters: as far as their base has learned it
     if recipe.run.sample_every and recipe.run.sample_guidance != 1 and not has_null:
         yield "run.sample_guidance needs conditioning.drop above 0; without it set it to 1"
+    if recipe.run.skip_nonfinite and recipe.run.precision == "fp16":
+        yield "run.skip_nonfinite: with run.precision fp16 the loss scale skips updates; leave it 0, or use bf16"
     if recipe.run.sample_captions and not recipe.takes_captions:
         yield f"run.sample_captions: model '{recipe.model.name}' takes labels; leave them out"
     if recipe.optimizer.lr_base_batch and recipe.data.batch_tokens:

@@ -49,6 +49,7 @@ class Outcome:
       losses: step and loss of the first and the last report of this call, or None.
       images_per_second: the highest of all reports.
       recipe: as used, with the values of a ds_config.json.
+      num_nonfinite: updates of the run that were skipped because the loss or the gradient was not finite.
     """
 
     step: int
@@ -58,6 +59,7 @@ class Outcome:
     losses: tuple[tuple[int, float], tuple[int, float]] | None
     images_per_second: float
     recipe: TrainRecipe
+    num_nonfinite: int = 0
 
 
 def train(
@@ -109,12 +111,23 @@ def _train(
         if run.step >= recipe.run.steps:
             if ranks.is_first:  # grids of a run that was killed at its end
                 Decoding(folder / SAMPLES, warn).decoded(wait=True)
-            return Outcome(run.step, None, True, 0, None, 0.0, recipe)
+            return Outcome(run.step, None, True, 0, None, 0.0, recipe, run.num_nonfinite)
         for line in origin_lines(run, folder) if ranks.is_first else ():
             say(line)
         peak, latent = peak_flops(device, recipe.run.precision) * ranks.world_size, run.stores[0].spec.latent
         scale = run.engine.loss_scale
-        meter = Meter(ranks, device, run.stores, run.spec, latent, peak_flops=peak, scale=scale)
+        meter = Meter(
+            ranks,
+            device,
+            run.stores,
+            run.spec,
+            latent,
+            peak_flops=peak,
+            scale=scale,
+            most_skipped=recipe.run.skip_nonfinite,
+            num_skipped=run.num_nonfinite,
+            warn=warn,
+        )
         log = Log(run, folder, meter, evaluation, report, warn, recipe_name)
         first_step, images_before = run.step + 1, run.num_images
         stop.check()
@@ -133,6 +146,7 @@ def _train(
             losses=log.losses,
             images_per_second=log.images_per_second,
             recipe=recipe,
+            num_nonfinite=run.num_nonfinite,
         )
 
 
@@ -154,6 +168,7 @@ def _make_steps(run: Run, meter: Meter, log: Log, saver: Saver, stop: StopReques
                 # The only place that looks at the stop request, so that no run stops without saving.
                 if stopping := shared_stop.is_due(bool(stop)):
                     log.write(meter.flush(due=True, at_once=True))
+                run.num_nonfinite = meter.num_skipped
                 saver.save_due(stopping=stopping)
                 after_step()
         shared_stop.finish()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -50,7 +51,8 @@ def train_step(run: Run, batch: Batch) -> StepResult:
         parts_losses.append({name: loss.detach() for name, loss in losses.items()})
 
     rate = learning_rate(recipe.peak_lr, recipe.schedule, step, recipe.run.steps)
-    grad_norm, skipped = engine.update(step, learning_rate=rate, grad_clip=recipe.run.grad_clip)
+    bad_loss = _bad_loss(run, parts_losses) if recipe.run.skip_nonfinite else None
+    grad_norm, skipped = engine.update(step, learning_rate=rate, grad_clip=recipe.run.grad_clip, bad_loss=bad_loss)
     run.step, run.num_images = step, run.num_images + size
     terms = {name: torch.cat([part[name] for part in parts_losses])[: len(batch)] for name in parts_losses[0]}
     losses = terms.pop(PLAIN)
@@ -68,6 +70,19 @@ def train_step(run: Run, batch: Batch) -> StepResult:
         num_images=run.num_images,
         learning_rate=rate,
     )
+
+
+def _bad_loss(run: Run, parts_losses: Sequence[dict[str, Tensor]]) -> Tensor:
+    """() float32 on the device, 1 if a loss of any rank is not finite, else 0; a collective call.
+
+    Args:
+      parts_losses: of each microbatch of this rank.
+    """
+    losses = torch.cat([loss for part in parts_losses for loss in part.values()])
+    bad_loss = (~losses.isfinite()).any().float()
+    if run.ranks.world_size > 1 and not run.engine.is_trial:
+        dist.all_reduce(bad_loss, op=dist.ReduceOp.MAX)
+    return bad_loss
 
 
 def prepare(run: Run, batch: Batch, step: int) -> Microbatch:

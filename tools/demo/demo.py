@@ -121,7 +121,8 @@ def _train(out: Path, overrides: list[str], stop: StopRequest) -> tuple[int, int
     with ProgressLine() as progress:
 
         def show(report: StepReport) -> None:
-            note = f"loss {report.loss:.3f}  {report.images_per_second:.0f} images/s"
+            loss = "" if report.loss is None else f"loss {report.loss:.3f}  "
+            note = f"{loss}{report.images_per_second:.0f} images/s"
             progress("train", report.step, recipe.run.steps, note)
 
         outcome = train(recipe, store_path=out / "store", run=run, device=CPU, report=show, stop=stop)

@@ -76,7 +76,8 @@ class ProgressLine(Progress):
 
 def train_note(figures: StepReport) -> str:
     """The note on the progress bar of a training."""
-    parts = [f"loss {figures.loss:.4f}", f"{figures.images_per_second:.1f} images/s"]
+    loss = "all updates skipped" if figures.loss is None else f"loss {figures.loss:.4f}"
+    parts = [loss, f"{figures.images_per_second:.1f} images/s"]
     if figures.mfu is not None:
         parts.append(f"MFU {figures.mfu:.1%}")
     if figures.held_out and figures.held_out.averaged_loss is not None:

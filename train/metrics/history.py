@@ -62,7 +62,8 @@ class StepReport:
       step: last of them.
       num_images: seen since the start of the run.
       epoch: of the last batch.
-      loss, grad_norm: means over the steps; the loss without added terms, the norm before clipping.
+      loss, grad_norm: means over the steps that were not skipped; the loss without added terms, the norm before
+        clipping. None: all were skipped.
       learning_rate: of the last step.
       seconds_per_step, images_per_second: over the steps, of all ranks together.
       tokens_per_second: image tokens, of all ranks together.
@@ -71,7 +72,8 @@ class StepReport:
       data_wait_share: share of the time, 0 to 1, spent waiting for batches.
       gpu_busy_share: share of the time, 0 to 1, that this rank's GPU spent in steps; None on a CPU.
       memory_gib: peak of torch's allocations on this rank's GPU over the steps; on a CPU, the process's peak so far.
-      skipped_steps: steps without an update, because gradients overflowed (float16).
+      skipped_steps: steps without an update: with float16 because gradients overflowed, else because the loss or the
+        gradient was not finite (``run.skip_nonfinite``).
       loss_scale: of the last step, or None if losses are not scaled.
       loss_by_time: mean loss in each of the bands from data to noise; None for a band without images.
       loss_terms: means of the weighted terms that the recipe adds to the loss.
@@ -81,7 +83,7 @@ class StepReport:
     step: Annotated[int, Field(gt=0, lt=2**53)]
     num_images: int
     epoch: int
-    loss: float
+    loss: float | None
     grad_norm: float | None
     learning_rate: float
     seconds_per_step: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
@@ -125,6 +125,12 @@ class Meter:
       spec, latent: of the model and the store, to count FLOPs and tokens.
       peak_flops: of all devices together, in FLOP/s; 0 if unknown.
       scale: of the loss, with float16: a gradient that is not finite is no error, but shrinks it.
+      most_skipped: updates of the run that may be skipped because the loss or the gradient is not finite.
+      num_skipped: those that were, before the first step.
+      warn: called with a line for each.
+
+    Attributes:
+      num_skipped: those that were, up to the last report.
     """
 
     def __init__(
@@ -137,8 +143,14 @@ class Meter:
         *,
         peak_flops: float = 0.0,
         scale: LossScale | None = None,
+        most_skipped: int = 0,
+        num_skipped: int = 0,
+        warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._ranks, self._device, self._stores, self._scale = ranks, device, stores, scale
+        self._most_skipped = most_skipped
+        self.num_skipped = num_skipped
+        self._warn = warn
         self._spec, self._latent, self._peak = spec, latent, peak_flops
         self._begun: _Interval | None = None
         self.restart()
@@ -204,7 +216,8 @@ class Meter:
         interval, results = self._interval, self._interval.results
         terms = torch.stack([torch.stack([one.loss, *one.terms.values()]) for one in results], dim=1)
         shares = torch.cat([one.time_shares for one in results])
-        bands = band_sums(shares, torch.cat([one.losses for one in results]))
+        image_losses = torch.cat([one.losses for one in results])
+        bands = band_sums(shares, image_losses, image_losses.isfinite())
         if self._ranks.world_size > 1:
             dist.all_reduce(terms)
             dist.all_reduce(bands)
@@ -227,7 +240,9 @@ class Meter:
         if bad.any():
             if not checks:
                 return []
-            self._raise_not_finite(interval.results[bad.tolist().index(True)])
+            pairs = zip(interval.results, bad.tolist(), strict=True)
+            self._skip([result for result, is_bad in pairs if is_bad], skipped[bad])
+        good = ~bad
         if checks and interval.scale is not None and interval.scale < SMALLEST_SCALE:
             raise RunError(
                 f"step {last.step}: the loss scale of fp16 has shrunk to {interval.scale:g}, and gradients still "
@@ -239,7 +254,7 @@ class Meter:
             step=last.step,
             num_images=last.num_images,
             epoch=last.epoch,
-            loss=losses.mean().item(),
+            loss=losses[good].mean().item() if good.any() else None,
             grad_norm=norms[skipped == 0].mean().item() if num_skipped < len(norms) else None,
             learning_rate=last.learning_rate,
             seconds_per_step=seconds / len(interval.results),
@@ -252,27 +267,53 @@ class Meter:
             skipped_steps=num_skipped,
             loss_scale=interval.scale,
             loss_by_time=band_means(bands),
-            loss_terms=dict(zip(last.terms, terms[1:].mean(1).tolist(), strict=True)),
+            loss_terms=dict(zip(last.terms, terms[1:, good].mean(1).tolist(), strict=True)) if good.any() else {},
             held_out=None,
         )
         return [report]
 
-    def _raise_not_finite(self, result: StepResult) -> NoReturn:
-        """Raise the same RunError on every rank, with the records of the first step that is not finite."""
+    def _skip(self, results: Sequence[StepResult], skipped: Tensor) -> None:
+        """Count steps whose update was skipped, and warn of each; alike on all ranks.
+
+        Args:
+          results: of the steps that are not finite.
+          skipped: (len(results),) 1 where the update was skipped.
+        Raises: RunError: more were skipped than may be, or one was not.
+        """
+        for result, is_skipped in zip(results, skipped.tolist(), strict=True):
+            problem = self._problem(result)
+            if not is_skipped or self.num_skipped >= self._most_skipped:
+                self._raise_not_finite(problem)
+            self.num_skipped += 1
+            if self._ranks.is_first:
+                self._warn(
+                    f"{problem}: its update was skipped, {self.num_skipped} of at most {self._most_skipped} "
+                    "(run.skip_nonfinite)"
+                )
+
+    def _problem(self, result: StepResult) -> str:
+        """What is not finite in a step, with its records; a collective call."""
         records = result.records[~result.losses.isfinite()].tolist()
         rank_keys = all_gather(self._ranks, [self._stores[result.store].record_at(record).key for record in records])
         keys = [key for of_rank in rank_keys for key in of_rank]
         names = ", ".join(f"'{key}'" for key in keys[:MOST_NAMED])
         more = f" and {len(keys) - MOST_NAMED} more" if len(keys) > MOST_NAMED else ""
         what = f"the loss of records {names}{more} is" if keys else "the losses are finite, but the gradient is"
+        return f"step {result.step}: {what} not finite"
+
+    def _raise_not_finite(self, problem: str) -> NoReturn:
+        """Raise the same RunError on every rank."""
+        before = ""
+        if self._most_skipped:
+            before = f" {self.num_skipped} updates were skipped before, run.skip_nonfinite is {self._most_skipped}."
         raise RunError(
-            f"step {result.step}: {what} not finite. Nothing was saved since the last "
-            "checkpoint. Look at the records with 'leandit inspect STORE KEY'; train with a lower optimizer.lr or with "
-            "run.grad_clip, in another --run."
+            f"{problem}. Nothing was saved since the last checkpoint.{before} Look at the records with 'leandit "
+            "inspect STORE KEY'; train with a lower optimizer.lr or with run.grad_clip, in another --run, or from the "
+            "last checkpoint with --continue-with."
         )
 
 
-def band_sums(share: Tensor, losses: Tensor) -> Tensor:
+def band_sums(share: Tensor, losses: Tensor, counted: Tensor | None = None) -> Tensor:
     """Sums of losses and counts in equal bands of the time; add them over microbatches, steps and ranks.
 
     Every image is compared with every band, so that shapes and order of the sum are fixed, which atomic additions on a
@@ -281,11 +322,14 @@ def band_sums(share: Tensor, losses: Tensor) -> Tensor:
     Args:
       share: (B,) float32 position between data, 0, and noise, 1 (``losses.time_share``).
       losses: (B,).
+      counted: (B,) bool, whether an image counts; None: all do.
     Returns: (2, NUM_BANDS) float32 on their device: sums of losses, counts. A loss that is not finite affects
       only its band.
     """
     band = (share.float() * NUM_BANDS).long().clamp(0, NUM_BANDS - 1)
     inside = band[:, None] == torch.arange(NUM_BANDS, device=share.device)  # (B, NUM_BANDS)
+    if counted is not None:
+        inside &= counted[:, None]
     sums = torch.where(inside, losses.detach().float()[:, None], 0.0).sum(0)
     return torch.stack([sums, inside.sum(0).float()])
 

@@ -124,8 +124,13 @@ class DeepSpeedEngine(Engine):
             self._zero.override_loss_scale(self.loss_scale.value())
         self._deepspeed.backward(loss * self._world_size)
 
-    def update(self, step: int, *, learning_rate: float, grad_clip: float) -> tuple[Tensor, Tensor]:
-        """See ``Engine.update``. DeepSpeed clips the gradients, to the value in its config, which is the recipe's."""
+    def update(
+        self, step: int, *, learning_rate: float, grad_clip: float, bad_loss: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Engine.update``. DeepSpeed clips the gradients, to the value in its config, which is the recipe's.
+
+        It looks at gradients alone, so a loss that is not finite while they are ends the run.
+        """
         for group in self._zero.param_groups:
             group["lr"] = learning_rate
         self._deepspeed.step()

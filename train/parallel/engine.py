@@ -62,6 +62,7 @@ class Engine:
         loss_scale: LossScale | None,
     ) -> None:
         self.model, self.forward, self.loss_scale = model, forward, loss_scale
+        self._may_skip = loss_scale is not None or recipe.run.skip_nonfinite > 0
         self._world_size, self._device = ranks.world_size, device
         # A model has hundreds of modules: no step walks over them.
         self._trained, self._sharded = trained_parameters(model), _sharded_modules(model)
@@ -91,12 +92,16 @@ class Engine:
         (loss * self.loss_scale.scale if self.loss_scale else loss).backward()
 
     @torch.no_grad()
-    def update(self, step: int, *, learning_rate: float, grad_clip: float) -> tuple[Tensor, Tensor]:
+    def update(
+        self, step: int, *, learning_rate: float, grad_clip: float, bad_loss: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Clip, take one optimizer step and update the averages, unless a gradient is not finite.
 
         Args:
           step: number of this step; the first is 1.
           grad_clip: largest total norm of the gradients; 0: no clipping.
+          bad_loss: () float32 on the device, 1 if a loss of any rank is not finite, which skips the update too; the
+            same on all ranks. None: gradients alone decide.
         Returns: norm of the gradients before clipping, and 1 if the update was skipped, else 0; on the device.
         """
         if self.is_trial:
@@ -107,24 +112,25 @@ class Engine:
             torch._foreach_mul_([local(g) for g in gradients], 1 / self.loss_scale.scale)  # pyright: ignore
         norm = whole(get_total_norm(gradients, foreach=True))
         skipped = (~norm.isfinite()).float()
+        if bad_loss is not None:
+            skipped = torch.maximum(skipped, bad_loss)
         if grad_clip:
             clip_grads_with_norm_(trained, grad_clip, norm, foreach=True)
         set_learning_rate(self.optimizer, learning_rate)
         self._step_unless(skipped, gradients)
         self.optimizer.zero_grad(set_to_none=True)
-        self.ema.update(step, skipped if self.loss_scale else None)  # a number is faster than a tensor
+        self.ema.update(step, skipped if self._may_skip else None)  # a number is faster than a tensor
         return norm, skipped
 
     def _step_unless(self, skipped: Tensor, gradients: Sequence[Tensor]) -> None:
         """Take the optimizer's step where the flag on the device is 0.
 
-        Without a loss scale a gradient that is not finite ends the run, so optimizers that cannot read the flag on the
-        device get zeros.
+        Where a gradient that is not finite ends the run, optimizers that cannot read the flag on the device get zeros.
         """
         if getattr(self.optimizer, "_step_supports_amp_scaling", False):  # torch's fused kernels
             self.optimizer.found_inf = skipped  # pyright: ignore[reportAttributeAccessIssue]
             self.optimizer.step()
-        elif self.loss_scale is None:
+        elif not self._may_skip:
             for gradient in gradients:
                 local(gradient).nan_to_num_(0, 0, 0)
             self.optimizer.step()

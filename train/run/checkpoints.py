@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
@@ -48,6 +49,7 @@ from .state import Run
 
 LOG = logging.getLogger(__name__)
 GROUPS = (MODEL, EMA, OPTIMIZER)
+MOST_NAMED = 3  # tensors in a message
 Folder = tuple[str, Groups, Mapping[str, Any]]
 """What is written: CHECKPOINT, SNAPSHOT or AVERAGE, tensors on the CPU, and everything else as JSON values."""
 
@@ -56,6 +58,7 @@ class Progress(BaseModel, strict=True):
     """The part of a checkpoint's ``state.json`` that resumes a run.
 
     Args:
+      num_nonfinite: updates that were skipped because the loss or the gradient was not finite.
       seed: of the recipe when it was saved; None: not recorded.
     """
 
@@ -66,6 +69,7 @@ class Progress(BaseModel, strict=True):
     loss_scale: dict[str, Any] | None = None
     frozen: FrozenWeights | None = None
     seed: int | None = None
+    num_nonfinite: Annotated[int, Field(ge=0)] = 0
 
 
 # ------------------------------------------------------------------------------------------------------------- resume
@@ -105,7 +109,9 @@ def start_or_resume(run: Run, folder: Path, warn: Callable[[str], None]) -> None
         run.engine.load(group, groups.get(group, {}))
     if progress.loss_scale and run.engine.loss_scale:
         run.engine.loss_scale.load_state_dict(progress.loss_scale)
-    run.step, run.num_images = progress.step, progress.num_images
+    run.step = progress.step
+    run.num_images = progress.num_images
+    run.num_nonfinite = progress.num_nonfinite
 
 
 def newest_valid(
@@ -199,12 +205,21 @@ def capture(run: Run, kinds: Sequence[str], *, interrupted: bool = False) -> lis
 
     Args:
       interrupted: the run stops at this step, although the recipe saves nothing then.
+    Raises: RunError: on every rank, if a tensor is not finite: no run could resume from it.
     """
     recipe, step, engine = run.recipe, run.step, run.engine
+    buffer_names = {name for name, _ in engine.model.named_buffers()}  # constants, not learned
     groups: dict[str, dict[str, Tensor]] = {}
+    is_finite: dict[str, Tensor] = {}  # () bool on the device
     for group in GROUPS if CHECKPOINT in kinds else (EMA,):
-        whole = engine.tensors(group)  # only one at a time is whole on the device
-        groups[group] = {name: t.detach().to("cpu", copy=True) for name, t in whole if run.ranks.is_first}
+        groups[group] = {}
+        for name, tensor in engine.tensors(group):  # only one at a time is whole on the device
+            if not run.ranks.is_first:
+                continue
+            groups[group][name] = tensor.detach().to("cpu", copy=True)
+            if name not in buffer_names:
+                is_finite[f"{group} {name}"] = tensor.detach().isfinite().all()
+    from_first(run.ranks, lambda: _check_finite(is_finite, step))
     if not run.ranks.is_first:
         return []
     extra = run.extra | {"buckets": buckets_at(recipe.data, run.stores, step)}
@@ -230,10 +245,32 @@ def capture(run: Run, kinds: Sequence[str], *, interrupted: bool = False) -> lis
             loss_scale=None if engine.loss_scale is None else engine.loss_scale.state_dict(),
             frozen=run.frozen,
             seed=recipe.run.seed,
+            num_nonfinite=run.num_nonfinite,
         )
         folders.append((SNAPSHOT, rest | {MODEL: buffers | first}, extra | young | stopped))
         folders.append((CHECKPOINT, groups, progress.model_dump()))
     return folders
+
+
+def _check_finite(is_finite: Mapping[str, Tensor], step: int) -> None:
+    """Raise RunError if a tensor of the state is not finite, naming the first.
+
+    Args:
+      is_finite: () bool of each tensor, by its group and name.
+    """
+    if not is_finite:
+        return
+    flags = torch.stack([flag.to(next(iter(is_finite.values())).device) for flag in is_finite.values()]).tolist()
+    bad = [name for name, finite in zip(is_finite, flags, strict=True) if not finite]
+    if not bad:
+        return
+    names = ", ".join(f"'{name}'" for name in bad[:MOST_NAMED])
+    more = f" and {len(bad) - MOST_NAMED} more" if len(bad) > MOST_NAMED else ""
+    raise RunError(
+        f"step {step}: {names}{more} {'is' if len(bad) == 1 else 'are'} not finite, so this step is not saved; "
+        "earlier checkpoints and snapshots stay. Go on from the newest with a lower rate, --continue-with "
+        "optimizer.lr=VALUE, or with more clipping, --continue-with run.grad_clip=VALUE."
+    )
 
 
 def write(folders: Sequence[Folder], step: int, run: Path, section: RunSection) -> None:

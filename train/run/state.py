@@ -46,6 +46,7 @@ class Run:
       techniques: that the recipe uses.
       autocast_dtype: of the model's forward and backward; None: float32.
       step, num_images: made and seen so far.
+      num_nonfinite: updates so far that were skipped because the loss or the gradient was not finite.
       microbatches: most images of a forward, by bucket where not all of a rank's fit, as tried on a GPU.
       tried: images of the largest trial with the optimizer's state, by bucket.
       compiled: the blocks are.
@@ -67,6 +68,7 @@ class Run:
     techniques: list[Technique]
     step: int = 0
     num_images: int = 0
+    num_nonfinite: int = 0
     microbatches: dict[str, int] = field(default_factory=dict)
     tried: dict[str, int] = field(default_factory=dict)
     compiled: bool = False

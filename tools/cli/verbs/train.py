@@ -141,6 +141,14 @@ def _rows(outcome: Outcome, num_steps: int, device: torch.device, ranks: Ranks) 
         rate = f"at best {outcome.images_per_second:,.1f} images/s"
         rows.append(("this run", f"from step {first:,}, {outcome.num_images:,} images{short}, {rate}"))
         rows.append(("loss", ", ".join(f"{loss:.4f} at step {step:,}" for step, loss in dict.fromkeys(outcome.losses))))
+    if outcome.num_nonfinite:
+        most = recipe.run.skip_nonfinite
+        rows.append(
+            (
+                "skipped",
+                f"{outcome.num_nonfinite} of at most {most} updates of the run, their loss or gradient not finite",
+            )
+        )
     if not outcome.finished:
         rows.append(("state", "interrupted and saved; run the same command again to resume"))
     return rows

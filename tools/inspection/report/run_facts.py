@@ -75,7 +75,7 @@ class RunFacts:
 
     @property
     def num_skipped(self) -> int:
-        """Updates that were skipped because gradients overflowed."""
+        """Updates that were skipped, because gradients overflowed or the loss or the gradient was not finite."""
         return int(np.nansum(self.metrics.columns["skipped_steps"]))
 
     @property

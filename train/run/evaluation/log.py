@@ -92,8 +92,9 @@ class Log:
                 self._draw()
             if self.shows(figures.step):
                 self._meter.restart()  # the time of an evaluation, or of images, is not that of steps
-            last = figures.step, figures.loss
-            self.losses = (self.losses[0] if self.losses else last), last
+            if figures.loss is not None:
+                last = figures.step, figures.loss
+                self.losses = (self.losses[0] if self.losses else last), last
             self.images_per_second = max(self.images_per_second, figures.images_per_second)
             if self._writer:
                 self._writer.write(figures)
