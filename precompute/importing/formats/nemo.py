@@ -53,6 +53,8 @@ LISTING = "metadata.json"
 ADVICE = "NeMo writes it when all images are done: let the preprocessing finish, or restore it."
 MAX_FILE = 1 << 30
 LATENT, TOKENS, POOLED = "latent", "prompt_embeds", "pooled_prompt_embeds"
+MASK = "prompt_embeds_mask"  # of Qwen-Image's tokens; None or missing: all are valid
+BUCKET_KEYS = ("bucket_resolution", "crop_resolution")  # of the listing; NeMo takes the second where the first is not
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
@@ -131,8 +133,12 @@ class Nemo(Reader):
         return self._text(self._tensors(entry), name)
 
     def _text(self, tensors: dict[str, Any], name: str) -> np.ndarray:
-        is_pooled = self.defaults.texts[name].output == "pooled"
-        return _array(tensors, POOLED, 1) if is_pooled else _array(tensors, TOKENS, 2)
+        """A pooled vector (P,), or tokens (L, D), of which a model that does not read padding has the valid ones."""
+        section = self.defaults.texts[name]
+        if section.output == "pooled":
+            return _array(tensors, POOLED, 1)
+        tokens = _array(tensors, TOKENS, 2)
+        return tokens if section.full_length else tokens[_valid(tensors, len(tokens))]
 
     def _tensors(self, entry: Entry) -> dict[str, Any]:
         """Content of an image's file; raises OSError, ValueError."""
@@ -165,17 +171,33 @@ def _array(tensors: dict[str, Any], key: str, sides: int) -> np.ndarray:
     return np.ascontiguousarray((tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy())
 
 
+def _valid(tensors: dict[str, Any], length: int) -> np.ndarray:
+    """Which tokens of a caption are no padding, (L,) bool; raises ValueError, RecordRejected."""
+    mask = tensors.get(MASK)
+    if mask is None:
+        return np.ones(length, bool)
+    if not isinstance(mask, torch.Tensor) or mask.layout != torch.strided or mask.is_complex():
+        raise ValueError(f"'{MASK}' is not a tensor of numbers")
+    if mask.numel() != length:
+        raise RecordRejected("scan", "wrong_shape", f"'{MASK}' of {tuple(mask.shape)} for {length} tokens")
+    valid = (mask.reshape(-1) != 0).numpy()
+    if not valid.any():
+        raise RecordRejected("scan", "no_caption", f"'{MASK}' has no valid token")
+    return valid
+
+
 def _image(found: Any, model: str) -> tuple[str, ListedImage]:
     """Key and description of an image of the listing, as for ``add_listed``."""
     path = inner_path("/".join(PurePosixPath(found["cache_file"]).parts[-2:]))
     prompt, problem = found.get("prompt"), ""
-    sides = [found.get(f"{name}_resolution") for name in ("original", "bucket")]
+    key = next((key for key in BUCKET_KEYS if key in found), BUCKET_KEYS[0])
+    sides = [found.get("original_resolution"), found.get(key)]
     if found.get("model_type", model) != model:
         problem = f"of model_type {str(found['model_type'])[:80]!r}, the cache is of '{model}'"
     elif not isinstance(prompt, str) or not prompt.strip() or len(prompt) > MAX_CAPTION_CHARS:
         problem = "its prompt is not text, empty, or too long"
     elif not all(isinstance(side, list) and len(side) == 2 and all(map(_is_side, side)) for side in sides):
-        problem = "its original_resolution or bucket_resolution is not [width, height]"
+        problem = f"its original_resolution or {key} is not [width, height]"
     size, bucket = ((0, 0), (0, 0)) if problem else ((height, width) for width, height in sides)
     return path.rpartition(".")[0], ListedImage(str(prompt), size, path, bucket, problem)
 

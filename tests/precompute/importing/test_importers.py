@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from features import (
     noise,
     rejects,
     run_import,
+    without,
 )
 from making import CPU, Leandit, store_digest, train_recipe, tree_digest
 from safetensors.torch import save_file
@@ -308,6 +310,68 @@ def test_a_cache_of_nemo_becomes_a_store_like_that_of_the_recipe(model: str, rec
     shift = torch.tensor(defaults["latents_mean"].default if vae else [0.1159] * 16)[:, None, None]
     std = torch.tensor(defaults["latents_std"].default if vae else [1 / 0.3611] * 16)[:, None, None]
     np.testing.assert_allclose(denormalise(rows, latent), rows * std + shift, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16])
+@pytest.mark.parametrize("with_batch", [True, False])
+def test_padding_of_a_nemo_cache_is_left_out_by_its_mask(dtype: torch.dtype, with_batch: bool, tmp_path: Path) -> None:
+    """Qwen-Image reads no padding, here of noise; a mask of None and no mask at all say that there is none."""
+    made = make_nemo(tmp_path / "source", "qwen_image")
+    keys = list(made.records)
+    for number, key in enumerate(keys):
+        path = made.source / f"{key}.pt"
+        content = torch.load(path, weights_only=True)
+        tokens = content["prompt_embeds"]
+        if number == 1:
+            content["prompt_embeds_mask"] = None
+        elif number > 1:
+            padding = torch.full((1, 12 - tokens.shape[1], tokens.shape[2]), 9, dtype=tokens.dtype)
+            content["prompt_embeds"] = torch.cat([tokens, padding], dim=1)
+            mask = (torch.arange(12) < tokens.shape[1]).to(dtype)[None]
+            content["prompt_embeds_mask"] = mask if with_batch else mask[0]
+        torch.save(content, path)
+    run_import(made, tmp_path / "store")
+    assert_holds(LatentStore(tmp_path / "store"), made.records)
+
+
+def test_the_padding_that_flux_reads_stays(tmp_path: Path) -> None:
+    made = make_nemo(tmp_path / "source")
+    for key in made.records:
+        path = made.source / f"{key}.pt"
+        mask = (torch.arange(6) < 2).long()[None]
+        torch.save(torch.load(path, weights_only=True) | {"prompt_embeds_mask": mask}, path)
+    run_import(made, tmp_path / "store")
+    assert_holds(LatentStore(tmp_path / "store"), made.records)
+
+
+def test_masks_of_a_nemo_cache_that_fit_no_caption_reject_it(tmp_path: Path) -> None:
+    made = make_nemo(tmp_path / "source", "qwen_image")
+    keys = list(made.records)
+    masks: list[Any] = [torch.ones(1, 99), torch.zeros(1, 2), "text"]
+    for key, mask in zip(keys, masks, strict=False):
+        path = made.source / f"{key}.pt"
+        content = torch.load(path, weights_only=True)
+        if isinstance(mask, torch.Tensor) and mask.shape[1] == 2:
+            mask = torch.zeros(content["prompt_embeds"].shape[:2])
+        torch.save(content | {"prompt_embeds_mask": mask}, path)
+    run_import(made, tmp_path / "store")
+    store = LatentStore(tmp_path / "store")
+    reasons = ["wrong_shape", "no_caption", "unreadable"]
+    assert {key: reason for key, (_, reason) in rejects(store).items()} == dict(zip(keys, reasons, strict=False))
+    assert_holds(store, without(made, *keys[:3]))
+
+
+@pytest.mark.parametrize("model", ["flux", "qwen_image"])
+def test_a_nemo_cache_may_list_crop_resolutions(model: str, tmp_path: Path) -> None:
+    made = make_nemo(tmp_path / "source", model)
+    for listing in made.source.glob("metadata_shard_*.json"):
+        items = json.loads(listing.read_text())
+        renamed = [{key.replace("bucket_res", "crop_res"): value for key, value in item.items()} for item in items]
+        listing.write_text(json.dumps(renamed))
+    run_import(made, tmp_path / "store")
+    store = LatentStore(tmp_path / "store")
+    assert_holds(store, made.records)
+    assert store.buckets == {"64x64": 4, "32x96": 4, "96x32": 3}
 
 
 def test_a_cache_of_flux_2_has_the_batch_norm_of_the_command(tmp_path: Path) -> None:
