@@ -15,13 +15,14 @@ from ..disk.hashing import xxh3_file
 from ..disk.strays import seconds_since_write, sweep_strays
 from ..errors import LeanditError, StoreError
 from ..format.layout import COMMITS, INDEX, LEASES, TWIN, revision_prefix
-from ..format.schema import FileEntry
+from ..format.schema import FileEntry, Manifest
 from ..revisions.catalog import planned_revisions, sealed_revisions
 from ..revisions.plan import read_plan
 from ..revisions.seal import finish_seal, write_index, write_zarr_files
 from ..revisions.writer import StoreWriter
+from .copies import UNDECIDED, right_manifest
 from .findings import Finding, shard_place
-from .verify import REVISION_FILES, Verification, intact_manifest, is_later_lost, verify_store
+from .verify import REVISION_FILES, Verification, is_later_lost, verify_store
 
 ACTIVE_SECONDS = 60.0  # without a touch, after which a lease counts as that of a dead process
 
@@ -51,7 +52,7 @@ def repair_without_encoding(root: Path, found: Verification) -> Verification:
             _restore_copy(root, finding.path, found.expected.get(finding.path))
     for revision in planned_revisions(root):
         _repair_unfinished(root, revision, found)
-    manifests = [intact_manifest(root, revision) for revision in sealed_revisions(root)]
+    manifests = [_manifest_of(root, revision) for revision in sealed_revisions(root)]
     for manifest in filter(None, manifests):
         finish_seal(root, manifest)
         index = revision_prefix(manifest.revision) + INDEX
@@ -61,6 +62,12 @@ def repair_without_encoding(root: Path, found: Verification) -> Verification:
     if manifests and manifests[-1]:
         write_zarr_files(root, manifests[-1])
     return verify_store(root)
+
+
+def _manifest_of(root: Path, revision: int) -> Manifest | None:
+    """The manifest of a revision; None if it is lost, or its two copies are of different stores."""
+    manifest = right_manifest(root, revision)
+    return None if manifest == UNDECIDED else manifest
 
 
 def _is_written(root: Path) -> bool:

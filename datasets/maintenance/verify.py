@@ -11,11 +11,11 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -44,7 +44,7 @@ from ..format.layout import (
     zarr_files,
 )
 from ..format.row_layout import BUCKETS, CAPTION_PART
-from ..format.schema import FileEntry, LocalFile, Manifest
+from ..format.schema import FileEntry, Manifest
 from ..format.table_schemas import index_names
 from ..revisions.catalog import (
     check_store,
@@ -55,8 +55,8 @@ from ..revisions.catalog import (
     sealed_revisions,
 )
 from ..revisions.commits import read_commit
-from ..revisions.local import read_local_file
 from ..revisions.plan import read_plan
+from .copies import UNDECIDED, right_local, right_manifest
 from .findings import HARMLESS, Finding, Locator, shard_place
 
 REVISION_FILES = (MANIFEST, RECORDS, CAPTIONS, SOURCES, LOCAL)
@@ -64,11 +64,14 @@ LATER_LOST = (
     "no revision names this shard or array, but the 'zarr.json' files are not those of the newest revision. If a later "
     "one was complete, restore its folder in 'revisions' before you repair"
 )
+TWO_STORES = (
+    "an intact copy of it is of another store, and the other revisions, the index and the shards do not tell which. "
+    "Nothing is overwritten. Remove what is of the other store, then repair again"
+)
 Problem = tuple[str, str]
 """Cause and detail of a problem with a file; an empty detail stands for that of the cause."""
 Expected = dict[str, FileEntry | Finding | None]
 """What each file of a store should be, by path: its size and hash, what is wrong with it, or anything (None)."""
-_Copy = TypeVar("_Copy", Manifest, LocalFile)
 
 
 @dataclass
@@ -178,29 +181,20 @@ def is_later_lost(findings: Iterable[Finding]) -> bool:
     return any(finding.path.rpartition("/")[2] == GROUP and finding.cause != "abandoned" for finding in findings)
 
 
-def intact_manifest(root: Path, revision: int) -> Manifest | None:
-    """The manifest of a revision, or its second copy; None if both are damaged.
-
-    Where both are intact and differ, one is of another store: then the one whose records table is there.
-    """
-    table, copies = revision_prefix(revision) + RECORDS, intact_copies(read_manifest, root, revision)
-    return _fitting(root, copies, lambda one: next(entry for entry in one.files if entry.path == table))
-
-
-def _fitting(root: Path, copies: Sequence[_Copy], table_of: Callable[[_Copy], FileEntry]) -> _Copy | None:
-    """The first of the intact copies of a file; of two that differ, the one whose table is there."""
-    for one in copies if copies and copies[0] != copies[-1] else ():
-        folder, _, name = table_of(one).path.rpartition("/")
-        for path in (root / folder / name, root / folder / TWIN / name):
-            if path.is_file() and xxh3_file(path) == table_of(one).xxh3_128:
-                return one
-    return copies[0] if copies else None
-
-
 def _expect_sealed(root: Path, revision: int, expected: Expected) -> Manifest | None:
     """Add the files of a sealed revision: its shards, and each of its own files twice."""
-    prefix, manifest = revision_prefix(revision), intact_manifest(root, revision)
-    local = _fitting(root, intact_copies(read_local_file, root, revision), lambda one: one.sources)
+    prefix = revision_prefix(revision)
+    manifest, unclear = right_manifest(root, revision), set[str]()
+    if manifest == UNDECIDED:
+        unclear |= {MANIFEST, RECORDS, CAPTIONS}
+        for copy in intact_copies(read_manifest, root, revision):  # what either names is no stray file
+            named = [*(entry.path for entry in copy.files), *zarr_files(copy.spec, copy.layouts().values())]
+            expected |= {path: None for path in named if path not in expected}
+        manifest = None
+    local = right_local(root, revision, manifest)
+    if local == UNDECIDED:
+        unclear |= {LOCAL, SOURCES}
+        local = None
     own: dict[str, FileEntry] = {}
     if manifest:
         files = {entry.path: entry for entry in manifest.files}
@@ -216,8 +210,11 @@ def _expect_sealed(root: Path, revision: int, expected: Expected) -> Manifest | 
     for path in [prefix + folder + name for name in REVISION_FILES for folder in ("", f"{TWIN}/")[: 2 - is_single]]:
         if is_finishing and path == f"{prefix}{TWIN}/{MANIFEST}" and not (root / path).exists():
             continue
-        entry = own.get(path.rpartition("/")[2])
-        if entry:
+        name = path.rpartition("/")[2]
+        entry = own.get(name)
+        if name in unclear and os.path.lexists(root / path):
+            expected[path] = Finding(path, "content", TWO_STORES)
+        elif entry:
             expected[path] = entry.model_copy(update={"path": path})
         elif os.path.lexists(root / path):
             expected[path] = Finding(path, "content", "damaged, or its hash is lost: neither copy is intact")
