@@ -20,11 +20,13 @@ from pathlib import Path
 
 import torch
 
+from ..datasets.errors import DamageError, StoreIncomplete
 from ..datasets.format.layout import LEASES, revision_prefix
 from ..datasets.format.layout import PLAN as PLAN_FOLDER
-from ..datasets.format.schema import Manifest, SelfCheck
-from ..datasets.revisions.catalog import planned_revisions, read_manifest, sealed_revisions
-from ..datasets.revisions.plan import FrozenPlan
+from ..datasets.format.schema import Manifest, SelfCheck, StoreSpec
+from ..datasets.revisions.catalog import begun_revision, read_manifest, sealed_revisions
+from ..datasets.revisions.commits import hash_of_damaged_plan
+from ..datasets.revisions.plan import FrozenPlan, freeze_plan, read_plan
 from ..datasets.revisions.writer import StoreWriter
 from ..datasets.units import plural
 from .config import PrecomputeRecipe
@@ -148,7 +150,9 @@ def precompute(
 
 def newest_revision(root: Path) -> int:
     """Number of the newest revision of a store, complete or not; 0 if nothing is planned."""
-    return max([*sealed_revisions(root), *planned_revisions(root)], default=0) if root.is_dir() else 0
+    if not root.is_dir():
+        return 0
+    return max([*sealed_revisions(root), begun_revision(root)])
 
 
 @dataclass
@@ -197,9 +201,17 @@ class Stage1:
         Raises: FingerprintMismatch: encoders or settings differ from the store's.
         """
         with self.runner.clock.measure(PLAN), alone(self.root, "plan", partial(self.progress, "others plan", 0, 1)):
-            plan = newest_plan(self.root) if newest_revision(self.root) else None
-        if not plan:
-            return None
+            revision = newest_revision(self.root)
+            if not revision:
+                return None
+            try:
+                plan = newest_plan(self.root)
+                if plan is None or plan.revision < revision:
+                    raise StoreIncomplete(f"store '{self.root}': the plan of revision {revision} is missing.")
+            except (DamageError, StoreIncomplete) as damage:
+                if revision in sealed_revisions(self.root):
+                    raise
+                plan = self.plan_again(revision, damage)
         if plan.revision in sealed_revisions(self.root):
             revision = self.root / revision_prefix(plan.revision)
             if (self.root / LEASES).is_dir() or (revision / PLAN_FOLDER).is_dir():
@@ -210,6 +222,39 @@ class Stage1:
         self.check_fingerprint(plan, None)
         self.log_state(plan, "is resumed")
         return plan
+
+    def plan_again(self, revision: int, damage: DamageError | StoreIncomplete) -> FrozenPlan:
+        """Plan an unfinished revision again whose plan is damaged; write it if its shards were encoded by the same one.
+
+        Raises: FingerprintMismatch: encoders or settings differ from the store's; DamageError: the plan is another one.
+        """
+        source = self.list_source()
+        known = read_plan(self.root, revision - 1).spec if revision > 1 else None
+        planner = self.planner(source, describe_store(self.recipe, source, self.runner.encoders, known=known))
+        plan = planner.first() if revision == 1 else planner.next(self.options)[0]
+        expected_hash = hash_of_damaged_plan(self.root, revision)
+        if plan is None or (expected_hash and plan.hash != expected_hash):
+            remove = f"remove the folder '{self.root / revision_prefix(revision)}'" if known else "use another --store"
+            raise DamageError(
+                f"{damage} It was planned again, and is not the plan that the shards were encoded by: the source, the "
+                "recipe or the options have changed since, or another revision of them was meant. Nothing was changed. "
+                f"Restore them and run the same command again; to give up what is encoded of it, {remove}."
+            )
+        self.say(f"store '{self.root}': the damaged plan of revision {revision} was made again; its shards are kept.")
+        return freeze_plan(self.root, plan, replace=True)
+
+    def planner(self, source: Source, spec: StoreSpec) -> Planner:
+        """What plans revisions of the store from a listed source."""
+        return Planner(
+            root=self.root,
+            spec=spec,
+            source=source,
+            recipe=self.recipe,
+            tokenizers=self.runner.encoders.tokenizers,
+            decoders=self.runner.decoders,
+            progress=self.progress,
+            check=self.check,
+        )
 
     def next_plan(self, newest: int) -> FrozenPlan | None:
         """Plan the first revision, or what has changed since the newest one; None if nothing has to be done.
@@ -230,10 +275,7 @@ class Stage1:
             spec = describe_store(self.recipe, source, self.runner.encoders, known=known and known.spec)
             if known and not is_extension(known.spec, spec):
                 check_fingerprint(self.root, known.spec, spec)
-            planner = Planner(
-                *(self.root, spec, source, self.recipe, self.runner.encoders.tokenizers, self.runner.decoders),
-                *(self.progress, self.check),
-            )
+            planner = self.planner(source, spec)
             if known is None:
                 plan = planner.plan_first()
             else:

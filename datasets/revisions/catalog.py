@@ -21,13 +21,16 @@ from ..errors import (
 )
 from ..format.layout import (
     CAPTIONS,
+    COMMITS,
     GROUP,
     MANIFEST,
     PLAN,
     PLAN_FILE,
     RECORDS,
+    REVISIONS,
     TWIN,
     index_path,
+    revision_of,
     revision_prefix,
     revisions_with,
 )
@@ -48,6 +51,16 @@ def sealed_revisions(path: Path) -> list[int]:
 def planned_revisions(path: Path) -> list[int]:
     """Revisions of a store that are planned and not complete, in order; at most one, but for damage."""
     return sorted({*revisions_with(path, f"{PLAN}/{PLAN_FILE}")} - {*sealed_revisions(path)})
+
+
+def begun_revision(path: Path) -> int:
+    """The newest revision that was begun and is not complete, even if its plan is damaged or missing; 0: none."""
+    begun: set[int] = set()
+    for name in (PLAN, COMMITS):
+        for folder in path.glob(f"{REVISIONS}/*/{name}"):
+            if revision := revision_of(f"{folder.relative_to(path).as_posix()}/"):
+                begun.add(revision)
+    return max(begun - {*sealed_revisions(path)}, default=0)
 
 
 def unsealed(revision: int) -> str:

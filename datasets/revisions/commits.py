@@ -6,6 +6,7 @@ right size. The results of its rows lie beside it, as fixed-size binary rows.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +15,9 @@ import numpy as np
 
 from ..disk.hashing import xxh3_file
 from ..errors import DamageError, LeanditError, ResourceError
-from ..format.layout import Part, Task, commit_path, rows_path
+from ..format.layout import COMMITS, PLAN, PLAN_FILE, Part, Task, commit_path, revision_prefix, rows_path
 from ..format.row_layout import LATENTS
-from ..format.schema import CommitRecord
+from ..format.schema import CommitRecord, PlanFile
 from ..format.table_schemas import EMPTY, REJECT_REASONS, REJECTED, ROW_RESULTS, STORED
 from .catalog import file_entry, read_hashed
 from .plan import FrozenPlan
@@ -71,6 +72,21 @@ def read_commit(
     if check_bytes and not all(xxh3_file(path) == entry.xxh3_128 for path, entry in files):
         return None
     return record
+
+
+def hash_of_damaged_plan(root: Path, revision: int) -> str:
+    """The hash of an unfinished revision's plan of which a file is damaged or missing.
+
+    Returns: the hash that ``plan.json`` or a commit record names; "" if no intact file does, so no shard is known to be
+      encoded by it.
+    """
+    folder = root / revision_prefix(revision)
+    with contextlib.suppress(LeanditError, OSError):
+        return read_hashed(root, f"{revision_prefix(revision)}{PLAN}/{PLAN_FILE}", PlanFile, "").plan
+    for path in sorted((folder / COMMITS).rglob("*.json")):
+        with contextlib.suppress(LeanditError, OSError):
+            return read_hashed(root, path.relative_to(root).as_posix(), CommitRecord, "").plan
+    return ""
 
 
 def read_results(root: Path, plan: FrozenPlan, record: CommitRecord) -> np.ndarray:

@@ -183,9 +183,11 @@ def first_plan(
     )
 
 
-def freeze_plan(root: Path, plan: FrozenPlan) -> FrozenPlan:
+def freeze_plan(root: Path, plan: FrozenPlan, *, replace: bool = False) -> FrozenPlan:
     """Write the plan of a revision, unless there is one.
 
+    Args:
+      replace: replace a damaged plan, which the caller has found to be the same.
     Returns: the plan of the revision: this one, or one that was written before.
     """
     tables = {RECORDS: parquet_file(plan.records), CAPTIONS: parquet_file(plan.captions)}
@@ -204,7 +206,7 @@ def freeze_plan(root: Path, plan: FrozenPlan) -> FrozenPlan:
     folder = root / revision_prefix(plan.revision) / PLAN
     parts = [(name, [content]) for name, content in tables.items()]
     files = [*parts, (PLAN_FILE, canonical_json(content.model_dump()))]
-    return plan if write_folder(folder, files, replace=False) else read_plan(root, plan.revision)
+    return plan if write_folder(folder, files, replace=replace) else read_plan(root, plan.revision)
 
 
 def read_plan(root: Path, revision: int) -> FrozenPlan:
@@ -240,7 +242,10 @@ def _read_plan(root: Path, revision: int, is_sealed: bool) -> FrozenPlan:
         num_planned: int | None = content.num_planned
         num_captions: int | None = content.num_captions
     else:
-        remedy = f"Revision {revision} is not finished: remove '{prefix}' and run the same precompute command again."
+        remedy = (
+            f"Revision {revision} is not finished: run the same precompute command again. It plans the revision again, "
+            "and keeps the shards that the same plan has encoded."
+        )
         content = _read_plan_file(root, revision, remedy)
         spec, listing, recorded_hash = content.spec, content.listing, content.plan
         names, folder, entries = (RECORDS, CAPTIONS), f"{prefix}{PLAN}/", content.files

@@ -7,11 +7,11 @@ from typing import Any
 
 from ...datasets.disk.files import TEMPORARY_PREFIX
 from ...datasets.disk.strays import sweep_strays
-from ...datasets.errors import FingerprintMismatch, SourceError, StoreError
+from ...datasets.errors import FingerprintMismatch, SourceError, StoreError, StoreIncomplete
 from ...datasets.format.layout import LEASES, REVISIONS
 from ...datasets.format.schema import StoreSpec
 from ...datasets.recipe import flatten
-from ...datasets.revisions.catalog import check_store, planned_revisions, sealed_revisions
+from ...datasets.revisions.catalog import begun_revision, check_store, planned_revisions, sealed_revisions
 from ...datasets.revisions.plan import FrozenPlan, read_plan
 from ..config import PrecomputeRecipe
 from ..sources.source import Source
@@ -60,7 +60,7 @@ def look_for_plan(root: Path) -> FrozenPlan | None:
     """The plan of the newest revision, complete or not; changes nothing.
 
     Returns: None if nothing is planned yet.
-    Raises: StoreError: the path is something else, or the store has lost its plan.
+    Raises: StoreError: the path is something else; StoreIncomplete: the store has lost its plan; DamageError.
     """
     if root.exists() and not root.is_dir():
         raise StoreError(f"store '{root}': it is a file; expected a folder, or nothing. Use another --store.")
@@ -68,6 +68,11 @@ def look_for_plan(root: Path) -> FrozenPlan | None:
         return None
     if revisions := [*sealed_revisions(root), *planned_revisions(root)]:
         return read_plan(root, max(revisions))
+    if revision := begun_revision(root):
+        raise StoreIncomplete(
+            f"store '{root}': the plan of revision {revision} is missing. Run the same precompute command again: it "
+            "plans the revision again, and keeps the shards that the same plan has encoded."
+        )
     others = (path.name for path in root.iterdir() if path.name not in (LEASES, REVISIONS))
     if any(not name.startswith(TEMPORARY_PREFIX) for name in others):  # of a plan that another process is writing
         if planned_revisions(root):  # another process has just finished it

@@ -60,13 +60,30 @@ class Planner:
     def plan_first(self) -> FrozenPlan:
         """Plan every record of the source as the first revision.
 
+        Raises: as ``first``.
+        """
+        return freeze_plan(self.root, self.first())
+
+    def first(self) -> FrozenPlan:
+        """The plan of every record of the source as the first revision; writes nothing.
+
         Raises: SourceError: no record can be encoded, or too many are rejected; EncoderError: of the check.
         """
         plan = self.plan(all_fresh(self.source.records), None)
-        return freeze_plan(self.root, replace(plan, self_check=self.check(plan)))
+        return replace(plan, self_check=self.check(plan))
 
     def plan_next(self, options: Options) -> tuple[FrozenPlan | None, Comparison | None]:
         """Compare the source with the newest, complete revision, and plan the next one if they differ.
+
+        Returns, Raises: as ``next``.
+        """
+        plan, comparison = self.next(options)
+        if plan is None:
+            return None, comparison
+        return freeze_plan(self.root, plan), comparison
+
+    def next(self, options: Options) -> tuple[FrozenPlan | None, Comparison | None]:
+        """The plan of what has changed since the newest, complete revision; writes nothing.
 
         Returns: the plan, or None if nothing has to be done; and the changes, if the files were compared.
         Raises: as ``compare`` and ``plan``.
@@ -74,7 +91,7 @@ class Planner:
         comparison, base = self.compare(options)
         if comparison is None or base is None:
             return None, comparison
-        return freeze_plan(self.root, self.plan(comparison, base)), comparison
+        return self.plan(comparison, base), comparison
 
     def compare(self, options: Options) -> tuple[Comparison | None, FrozenPlan | None]:
         """Compare the source with the newest, complete revision; writes nothing.
