@@ -249,8 +249,8 @@ class CompanionSection(Section):
     """A second image of every record, from another column of the table: a control image, an edit source, a mask."""
 
     column: str = ""
-    """Table column of its path (in Parquet and Arrow: of its bytes; in tars: a field, such as seg.png); empty: the name
-    of the section."""
+    """Table column of its path (in Parquet and Arrow: of its bytes; in tars: a field, such as seg.png; in folders: the
+    ending of its name, such as -mask, or its folder); empty: the name of the section."""
     kind: Literal["image", "mask"] = "image"
     """"image": encoded like the record's own. "mask": gray, 0 to 255, averaged over each latent position."""
 

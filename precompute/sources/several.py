@@ -175,4 +175,6 @@ def _all_ignored(listed: Sequence[Source]) -> Ignored:
     for source in listed:
         ignored.extensions += source.ignored.extensions
         ignored.folders += source.ignored.folders
+        ignored.num_hidden_images += source.ignored.num_hidden_images
+        ignored.hidden_image = ignored.hidden_image or source.ignored.hidden_image
     return ignored

@@ -55,7 +55,13 @@ MAX_SENT_BYTES = 256 << 20  # of an image that this process reads for a decoder
 LISTED = ["key", "path", "offset", "num_bytes", "mtime_ns", "label", "captions", "height_px", "width_px"]
 SHARDED = (PARQUET, "webdataset", "imagenet")  # kinds of files that hold many images, whose names tell splits
 EMBEDDED = (PARQUET, ARROW)  # kinds whose images are bytes in the rows of a file
-WITH_COMPANIONS = (*TABLES, *EMBEDDED, "webdataset")  # kinds whose records may have further images
+WITH_COMPANIONS = (
+    *TABLES,
+    *EMBEDDED,
+    "webdataset",
+    "sidecars",
+    "imagefolder",
+)  # kinds whose records may have further images
 WITH_FOLDERS = (*TABLES, "imagefolder", "sidecars", "webdataset")  # kinds whose images are in folders that tell splits
 NO_COMPANIONS: Mapping[str, str] = {}
 WITH_TEXTS = ("sidecars", "webdataset")  # kinds whose captions are in texts of an image
@@ -296,7 +302,7 @@ def list_source(
     if companions and kind not in WITH_COMPANIONS:
         raise SourceError(
             f"source '{files.name}': [companions.{next(iter(companions))}] needs a table with a column for it (JSONL, "
-            f"CSV, Parquet or Arrow), or tars with a field for it; this is {kind}."
+            f"CSV, Parquet or Arrow), tars with a field for it, or a folder with images beside; this is {kind}."
         )
     if files.only and kind in ("imagefolder", "sidecars", "metadata", "arrow"):
         raise SourceError(f"source '{files.name}': a file; expected a folder for source.kind \"{kind}\".")

@@ -37,7 +37,7 @@ VERSION_KEYS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "last_modi
 LOOK_UP_THREADS, LOOK_UPS_AT_ONCE = 64, 64
 
 LeftOut = Callable[[str], None]
-"""Called with the name of a skipped folder."""
+"""Called with the name of a skipped folder or file."""
 
 
 class FoundFile(NamedTuple):
@@ -85,26 +85,43 @@ class SourceFiles:
         entries = self._entries("", self._above(), False, lambda _: None)
         return (entry for entry in entries if isinstance(entry, str))
 
-    def walk(self, *, files_first: bool = False, left_out: LeftOut = lambda _: None) -> Iterator[FoundFile]:
+    def names_in(self, folder: str) -> list[str]:
+        """Names of the files directly in a folder, unordered, without hidden ones; none if it does not exist."""
+        if self.chosen is not None:
+            return sorted(self.chosen) if not folder else []
+        listed = self._list(folder).items() if self._has_folder(folder) else ()
+        return [name for name, info in listed if not name.startswith(".") and not self._is_folder(info)]
+
+    def folders_in(self, folder: str) -> list[str]:
+        """Names of the folders directly in a folder, unordered, without hidden ones; none if it does not exist."""
+        if self.chosen is not None:
+            return []
+        listed = self._list(folder).items() if self._has_folder(folder) else ()
+        return [name for name, info in listed if self._is_folder(info) and not is_system_folder(name)]
+
+    def walk(
+        self, *, files_first: bool = False, left_out: LeftOut = lambda _: None, hidden: LeftOut = lambda _: None
+    ) -> Iterator[FoundFile]:
         """All files, depth first, sorted by name within each folder, without hidden ones.
 
         Args:
           files_first: files of a folder before its subfolders.
           left_out: called with the name of each hidden or system folder, and of each link to a folder that is listed
             elsewhere; at a URL only with system folders.
+          hidden: called with the name of each hidden file; at a URL with none.
         """
         if self.chosen is not None:
             for name in sorted(self.chosen):
                 yield self.look(name) or FoundFile(name, problem=("unreadable", f"the file no longer exists: {name}"))
             return
         seen = self._above()
-        entered = [self._entries("", seen, files_first, left_out)]
+        entered = [self._entries("", seen, files_first, left_out, hidden)]
         while entered:
             entry = next(entered[-1], None)
             if entry is None:
                 entered.pop()
             elif isinstance(entry, str):
-                entered.append(self._entries(entry, seen, files_first, left_out))
+                entered.append(self._entries(entry, seen, files_first, left_out, hidden))
             else:
                 yield entry
 
@@ -116,7 +133,14 @@ class SourceFiles:
         """Name of a file, for messages."""
         return self.name if self.only == path else f"{self.name}/{path}"
 
-    def _entries(self, folder: str, seen: set[Any], files_first: bool, left_out: LeftOut) -> Iterator[FoundFile | str]:
+    def _entries(
+        self,
+        folder: str,
+        seen: set[Any],
+        files_first: bool,
+        left_out: LeftOut,
+        hidden: LeftOut = lambda _: None,
+    ) -> Iterator[FoundFile | str]:
         """The files of a folder, and as text its subfolders, in order."""
         listed, prefix, folders, names = self._list(folder), f"{folder}/" if folder else "", set[str](), list[str]()
         for name, info in listed.items():
@@ -124,7 +148,9 @@ class SourceFiles:
                 folders.add(name)
             if name in folders and is_system_folder(name):
                 left_out(name)
-            elif not name.startswith("."):
+            elif name.startswith("."):
+                hidden(name)
+            else:
                 names.append(name)
         names.sort(key=os.fsencode)  # for UTF-8 the order of characters
         # All are marked before one is entered: a folder with two links belongs to the higher one.
@@ -168,6 +194,10 @@ class SourceFiles:
 
     def _is_folder(self, info: Any) -> bool:
         raise NotImplementedError
+
+    def _has_folder(self, folder: str) -> bool:
+        """Whether a folder exists, where listing one that does not is an error."""
+        return True
 
     def _describe(self, prefix: str, names: Sequence[str], listed: Mapping[str, Any]) -> Sequence[FoundFile]:
         raise NotImplementedError
@@ -219,6 +249,9 @@ class LocalFiles(SourceFiles):
 
     def _is_folder(self, info: Any) -> bool:
         return info
+
+    def _has_folder(self, folder: str) -> bool:
+        return os.path.isdir(f"{self._root}/{folder}")
 
     def _describe(self, prefix: str, names: Sequence[str], listed: Mapping[str, Any]) -> Sequence[FoundFile]:
         return look_up(self._stat_or_problem, [prefix + name for name in names])

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from unicodedata import normalize
 
-from ....datasets.errors import RecordRejected
+from ....datasets.errors import RecordRejected, SourceError
 from ...config import SourceSection
+from .beside import CACHED_FOLDERS, ImagesBeside
 from .files import FoundFile, SourceFiles
 from .further import FurtherImages
 from .ignored import Ignored
@@ -82,26 +86,55 @@ def image_folder(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
     they are.
     """
     labels = scan.settings.labels
-    has_classes = labels == "auto" and any("/" in file.path for file in _images(files))
-    has_wnids = labels == "wnid" or (labels == "auto" and not has_classes and _guess_wnids(files, scan))
-    classes = list(files.folders()) if has_classes else []
+    beside = ImagesBeside(files, scan.companions, FurtherImages())  # counts nothing yet
+    has_classes = labels == "auto" and any("/" in file.path for file in _images(files, beside))
+    has_wnids = labels == "wnid" or (labels == "auto" and not has_classes and _guess_wnids(files, beside, scan))
+    classes = [name for name in files.folders() if not beside.is_folder_of_others(name)] if has_classes else []
     if has_wnids:
-        classes = sorted({_wnid(file.path) for file in _images(files)} - {""})
+        classes = sorted({_wnid(file.path) for file in _images(files, beside)} - {""})
     for name in classes:
         scan.label(name)
-    for file in files.walk(left_out=scan.ignored.folder):
+    beside = ImagesBeside(files, scan.companions, scan.further)
+    for file in files.walk(left_out=scan.ignored.folder, hidden=scan.ignored.hidden_file):
         if not is_image(file.path):
             scan.ignored.file(file.path)
             continue
+        if beside.belongs_to_another(file.path):
+            continue
         name = _wnid(file.path) if has_wnids else file.path.rpartition("/")[0].partition("/")[0]
         why = OUTSIDE if has_classes else NO_WNID if labels == "wnid" else ""
-        yield file.record(
+        record = file.record(
             label=scan.label(name) if name else -1, problem=("bad_metadata", why) if why and not name else None
+        )
+        yield with_companions(record, beside)
+    check_companions(files, beside, scan)
+
+
+def with_companions(record: SourceRecord, beside: ImagesBeside) -> SourceRecord:
+    """The record of a file with the places of its companions, or a reject if one is missing."""
+    if record.problem:
+        return record
+    places, problem = beside.companions_of(record.path)
+    return replace(record, companions=places, problem=problem)
+
+
+def check_companions(files: SourceFiles, beside: ImagesBeside, scan: Scan) -> None:
+    """Raise if no image of a folder has a companion that the recipe names.
+
+    Raises: SourceError.
+    """
+    missing = next((name for name, count in beside.num_found.items() if not count), None)
+    if missing:
+        column = scan.companions[missing]
+        raise SourceError(
+            f"source '{files.name}': [companions.{missing}] needs a table with a column for it (JSONL, CSV, Parquet or "
+            f"Arrow), a field '{column}' of tars, or images beside: 'NAME-{column.lstrip('-')}.png' beside 'NAME.jpg', "
+            f"or a folder '{column}' of images with the same names; this is {scan.settings.kind}."
         )
 
 
-def _images(files: SourceFiles) -> Iterator[FoundFile]:
-    return (file for file in files.walk() if is_image(file.path))
+def _images(files: SourceFiles, beside: ImagesBeside) -> Iterator[FoundFile]:
+    return (file for file in files.walk() if is_image(file.path) and not beside.belongs_to_another(file.path))
 
 
 def _wnid(path: str) -> str:
@@ -110,10 +143,10 @@ def _wnid(path: str) -> str:
     return match[1] if match else ""
 
 
-def _guess_wnids(files: SourceFiles, scan: Scan) -> bool:
+def _guess_wnids(files: SourceFiles, beside: ImagesBeside, scan: Scan) -> bool:
     """Whether most names of files begin with a wnid; adds a note if they do, or are those of unlabelled images."""
     total = unlabelled = with_wnid = 0
-    for file in _images(files):
+    for file in _images(files, beside):
         total += 1
         with_wnid += bool(_wnid(file.path))
         unlabelled += bool(UNLABELLED.fullmatch(file.path))
@@ -134,8 +167,31 @@ def _guess_wnids(files: SourceFiles, scan: Scan) -> bool:
 def has_sidecars(files: SourceFiles) -> bool:
     """Whether among the first files a text has the name of an image."""
     first = [file.path for file in itertools.islice(files.walk(files_first=True), LOOKED_AT)]
-    texts = {path.rpartition(".")[0] for path in first if path.endswith(SIDECARS)}
-    return bool(_text_folder(files)) or any(is_image(path) and path.rpartition(".")[0] in texts for path in first)
+    texts = frozenset(filter(is_text, first))
+    return bool(_text_folder(files)) or any(is_image(path) and texts_of(path, texts) for path in first)
+
+
+def is_text(path: str) -> bool:
+    """A name has the extension of a text beside an image."""
+    return path.lower().endswith(SIDECARS)
+
+
+def texts_of(image: str, names: frozenset[str]) -> dict[str, str]:
+    """The texts of an image among some names, by extension in lower case.
+
+    ``a.jpg.txt`` is that of ``a.jpg`` alone, ``a.txt`` that of any image ``a``. Extensions may have any case, and
+    letters with accents either of their two forms, of which macOS writes the other one.
+    """
+    stem = os.path.splitext(image)[0]
+    texts = {}
+    for extension in SIDECARS:
+        beginnings = [form for name in (image, stem) for form in (name, normalize("NFC", name), normalize("NFD", name))]
+        endings = (extension, extension.upper(), extension.title())
+        candidates = (beginning + ending for beginning in beginnings for ending in endings)
+        text = next((name for name in candidates if name in names), None)
+        if text:
+            texts[extension] = text
+    return texts
 
 
 def _text_folder(files: SourceFiles) -> str | None:
@@ -143,7 +199,7 @@ def _text_folder(files: SourceFiles) -> str | None:
     folders = set(itertools.islice(files.folders(), LOOKED_AT))
     for folder in TEXT_FOLDERS if IMAGE_FOLDER in folders else ():
         first = itertools.islice(files.inside(folder).walk(), LOOKED_AT) if folder in folders else ()
-        if any(file.path.endswith(SIDECARS) for file in first):
+        if any(is_text(file.path) for file in first):
             return folder
     return None
 
@@ -153,37 +209,55 @@ def sidecar_folder(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
 
     The texts may also be in a folder next to ``images``.
     """
-    folder = _text_folder(files)
-    if folder:
-        scan.notes.append(f"captions: texts in folder '{folder}' for images of '{IMAGE_FOLDER}'")
-    # Names that are equal up to the first dot are consecutive, so an image and its texts come together.
-    listed = files.walk(files_first=True, left_out=scan.ignored.folder)
-    for _, group in itertools.groupby(listed, key=_until_dot):
-        together = list(group)
-        texts = {file.path: file for file in together if file.path.endswith(SIDECARS)}
-        used = {path for path in texts if folder and path.startswith(f"{folder}/")}
-        for file in together:
-            if is_image(file.path):
-                stem = file.path.rpartition(".")[0]
-                beside = {suffix: texts[stem + suffix] for suffix in SIDECARS if stem + suffix in texts}
-                if folder and stem.startswith(f"{IMAGE_FOLDER}/"):
-                    stem = folder + stem.removeprefix(IMAGE_FOLDER)
-                    beside |= {suffix: text for suffix in SIDECARS if (text := files.look(stem + suffix))}
-                used |= {text.path for text in beside.values()}
-                yield _with_texts(files, file, beside, scan)
-        for file in together:
-            if not is_image(file.path) and file.path not in used:
-                scan.ignored.file(file.path)
-
-
-def _until_dot(file: FoundFile) -> str:
-    folder, _, name = file.path.rpartition("/")
-    return f"{folder}/{name.partition('.')[0]}"
+    text_folder = _text_folder(files)
+    if text_folder:
+        scan.notes.append(f"captions: texts in folder '{text_folder}' for images of '{IMAGE_FOLDER}'")
+    names_in = lru_cache(CACHED_FOLDERS)(lambda folder: frozenset(filter(is_text, files.names_in(folder))))
+    beside = ImagesBeside(files, scan.companions, scan.further)
+    listed = files.walk(files_first=True, left_out=scan.ignored.folder, hidden=scan.ignored.hidden_file)
+    for folder, in_folder in itertools.groupby(listed, key=lambda file: os.path.dirname(file.path)):
+        unused = set(names_in(folder))
+        # Names that are equal up to the first dot are consecutive, so an image and most of its texts come together.
+        for _, group in itertools.groupby(in_folder, key=lambda file: os.path.basename(file.path).partition(".")[0]):
+            together = {file.path: file for file in group}
+            for file in together.values():
+                if is_image(file.path) and not beside.belongs_to_another(file.path):
+                    name = os.path.basename(file.path)
+                    texts = texts_of(name, names_in(folder))
+                    unused.difference_update(texts.values())
+                    paths = {extension: os.path.join(folder, text) for extension, text in texts.items()}
+                    if text_folder and f"{folder}/".startswith(f"{IMAGE_FOLDER}/"):
+                        other = text_folder + folder.removeprefix(IMAGE_FOLDER)
+                        texts = texts_of(name, names_in(other))
+                        paths |= {extension: os.path.join(other, text) for extension, text in texts.items()}
+                    text_files = {
+                        extension: text_file
+                        for extension in SIDECARS
+                        if extension in paths
+                        and (text_file := together.get(paths[extension]) or files.look(paths[extension]))
+                    }
+                    yield with_companions(_with_texts(files, file, text_files, scan), beside)
+                elif not is_image(file.path) and not is_text(file.path):
+                    scan.ignored.file(file.path)
+        if not (text_folder and f"{folder}/".startswith(f"{text_folder}/")):
+            for name in sorted(unused):
+                scan.ignored.file(name)
+    check_companions(files, beside, scan)
 
 
 def _with_texts(files: SourceFiles, image: FoundFile, beside: dict[str, FoundFile], scan: Scan) -> SourceRecord:
+    """The record of an image with its texts, by extension."""
+    texts: dict[str, bytes] = {}
     try:
-        label, captions = scan.texts.read({suffix[1:]: _text(files, file) for suffix, file in beside.items()})
+        for extension, file in beside.items():
+            is_large = file.num_bytes > MAX_TEXT_BYTES and not file.problem
+            if is_large and extension == ".json" and any(text.strip() for text in texts.values()):
+                scan.further.add_unread_text(f"'{file.path}' of {file.num_bytes} bytes")
+                continue
+            content = _text(files, file)
+            if extension == ".json" or not scan.further.is_text_of_boxes(file.path, content):
+                texts[extension] = content
+        label, captions = scan.texts.read({extension[1:]: content for extension, content in texts.items()})
         return image.record(label=label, captions=captions)
     except (ValueError, TypeError, RecursionError) as error:
         return image.record(problem=("bad_metadata", str(error)))

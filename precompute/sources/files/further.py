@@ -12,6 +12,7 @@ from ....datasets.units import plural
 MAX_COLUMNS = 100  # that are counted apart
 NUM_SHOWN = 4
 OTHERS = "others"
+BOX = re.compile(rb"\s*\d+(\s+[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?){4,}\s*")  # a class and four or more coordinates
 MASKS = re.compile(r"mask|seg|matte|alpha", re.IGNORECASE)  # in the names of companions that are likely masks
 
 
@@ -28,6 +29,8 @@ class FurtherImages:
     examples: dict[str, str] = field(default_factory=dict)
     num_unread_texts: int = 0
     unread_text: str = ""
+    num_boxes: int = 0
+    box_file: str = ""
 
     def add(self, column: str, example: str = "") -> None:
         """Count an image that belongs to another one."""
@@ -45,6 +48,19 @@ class FurtherImages:
         self.num_unread_texts += 1
         self.unread_text = self.unread_text or problem
 
+    def is_text_of_boxes(self, name: str, content: bytes) -> bool:
+        """Whether a text holds rows of numbers, as YOLO's labels do, and no caption; counts it if so.
+
+        Args:
+          name: of its file, for messages.
+        """
+        lines = [line for line in content.splitlines() if line.strip()]
+        if not lines or not all(map(BOX.fullmatch, lines)):
+            return False
+        self.num_boxes += 1
+        self.box_file = self.box_file or name
+        return True
+
     def notes(self) -> list[str]:
         """What was left out, and how to store it."""
         notes = []
@@ -52,13 +68,18 @@ class FurtherImages:
             name = companion_name(column)
             kind = "mask" if MASKS.search(column) else "image"
             example = f", such as '{self.examples[column]}'" if self.examples[column] else ""
-            default = "" if column in (name, OTHERS) else f" --set companions.{name}.column={column}"
+            default = "" if column.lstrip("-_.") in (name, OTHERS) else f" --set companions.{name}.column={column}"
             notes.append(
                 f"left out: {plural(count, 'image')} '{column}' that belong to another image{example}. Store them with "
                 f"it as a companion: --set companions.{name}.kind={kind}{default}"
             )
         if len(self.columns) > NUM_SHOWN:
             notes.append(f"left out: further images, {', '.join(sorted(self.columns)[:MAX_COLUMNS])}")
+        if self.num_boxes:
+            notes.append(
+                f"not captions: {plural(self.num_boxes, 'text')} of rows of numbers, as YOLO's labels, such as "
+                f"'{self.box_file}'. Put captions into NAME.caption, or into a folder 'captions' beside 'images'"
+            )
         if self.num_unread_texts:
             notes.append(
                 f"not used: {plural(self.num_unread_texts, 'text')} beside captions that can be read, such as "
@@ -69,6 +90,6 @@ class FurtherImages:
 
 def companion_name(column: str) -> str:
     """A name for the companion of a column: a section of the recipe."""
-    plain = re.sub(r"\.[a-z]+$", "", column.lower())
+    plain = re.sub(r"\.[a-z]+$", "", column.lower().lstrip("-_."))
     plain = re.sub(r"[^a-z0-9]+", "_", plain).strip("_")
     return plain if plain[:1].isalpha() else f"image_{plain}"

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from ....datasets.units import plural
-from .record import HEIF_EXTENSIONS
+from .record import HEIF_EXTENSIONS, is_image
 
 # Of macOS archives, network storage, Windows and Linux disks, and Python; all in lower case.
 SYSTEM_FOLDERS = {
@@ -32,10 +32,14 @@ class Ignored:
     Args:
       extensions: of files that are not images, with the dot and in lower case.
       folders: names of skipped folders.
+      num_hidden_images: hidden files with the extension of an image, such as the ones that macOS writes.
+      hidden_image: name of the first.
     """
 
     extensions: Counter[str] = field(default_factory=Counter)
     folders: Counter[str] = field(default_factory=Counter)
+    num_hidden_images: int = 0
+    hidden_image: str = ""
 
     @property
     def num_files(self) -> int:
@@ -54,8 +58,14 @@ class Ignored:
         is_kept = name in self.folders or len(self.folders) < MAX_EXTENSIONS
         self.folders[name if is_kept else OTHERS] += 1
 
+    def hidden_file(self, name: str) -> None:
+        """Count a hidden file, if it has the extension of an image."""
+        if is_image(name):
+            self.num_hidden_images += 1
+            self.hidden_image = self.hidden_image or name
+
     def lines(self) -> list[str]:
-        """A line for files and a line for folders, if any."""
+        """A line for files, for hidden images and for folders, if any."""
         lines = []
         if self.extensions:
             lines.append(f"{plural(self.num_files, 'file')}, not images by name: {_most(self.extensions)}")
@@ -63,6 +73,9 @@ class Ignored:
             lines.append("HEIC and HEIF are read with pillow-heif: pip install 'leandit[heif]'")
         if ".jxl" in self.extensions:
             lines.append("JPEG XL is not read: convert it first, for example with djxl of libjxl")
+        if self.num_hidden_images:
+            count = plural(self.num_hidden_images, "hidden file")
+            lines.append(f"{count} with the extension of an image, such as {self.hidden_image}")
         if self.folders:
             count = plural(self.folders.total(), "folder")
             lines.append(f"{count}, hidden, system or linked twice: {_most(self.folders)}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ....datasets.errors import SourceError
 from ...config import SourceSection
+from ..files.beside import MASKS
 from ..files.record import CAPTION_NAMES
 
 MAX_SHOWN = 20  # columns in a message
@@ -86,6 +87,9 @@ def choose_columns(
     note = f"columns: {', '.join(described)}" + (
         f"; not used: {', '.join(map(repr, others[:MAX_SHOWN]))}" if others else ""
     )
+    masks = [name for name in others if MASKS.fullmatch(name)]
+    if masks:
+        note += f"; --set companions.{masks[0].lower()}.kind=mask (or image) stores a column of masks or control images"
     if may_vary:
         for role in roles_read:
             if not asked[role]:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from ..files.beside import ENDING, SEPARATORS
 from ..files.record import is_image
 from .members import TarMember
 
@@ -93,9 +94,22 @@ def group_parts(parts: Sequence[Part], dot: Dot, text_fields: frozenset[str]) ->
         if name in fields:
             sample.repeated = name
         fields[name] = part
+    _join_masks(samples)
     if dot == "last":
         _join_parts(samples, text_fields)
     return list(samples.values())
+
+
+def _join_masks(samples: dict[str, Sample]) -> None:
+    """Make ``a-masklabel.png`` the field ``masklabel.png`` of ``a``, as trainers write masks beside images."""
+    for key in list(samples):
+        ending = ENDING.fullmatch(posixpath.basename(key))
+        owner = samples.get(posixpath.join(posixpath.dirname(key), ending[1])) if ending else None
+        sample = samples[key]
+        if ending and owner and owner.images and not sample.texts and not sample.repeated:
+            name = ending[2].lstrip(SEPARATORS).lower()
+            owner.images |= {f"{name}.{extension}": part for extension, part in sample.images.items()}
+            del samples[key]
 
 
 def _join_parts(samples: dict[str, Sample], text_fields: frozenset[str]) -> None:

@@ -62,7 +62,10 @@ def webdataset(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
 def _parts(file: BinaryIO, tar: str, text_fields: frozenset[str], scan: Scan) -> Iterator[Part]:
     """Images and texts of a tar; other members are never opened, whatever they are."""
     for member in tar_members(file, tar):
-        if len(member.name) > MAX_NAME or not may_be_part(member.name, text_fields):
+        name = member.name.rpartition("/")[2]
+        if name.startswith(".") and is_image(name):
+            scan.ignored.hidden_file(name)
+        elif len(member.name) > MAX_NAME or not may_be_part(member.name, text_fields):
             scan.ignored.file(member.name)
         elif is_image(member.name):
             yield Part(member)
@@ -97,7 +100,8 @@ def _records(
         if name not in text_fields:
             scan.ignored.file(part.member.name)
         elif part.text is not None:
-            texts[name] = part.text
+            if name == "json" or not scan.further.is_text_of_boxes(part.member.name, part.text):
+                texts[name] = part.text
         elif name == "json" and _has_caption(sample):
             scan.further.add_unread_text(f"{part.member.name} {part.problem}")
         else:
