@@ -6,9 +6,10 @@ a shard count rows whose record a caption rejects. Only these rows are read, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from ..disk.hashing import xxh3_64, xxh3_file
 from ..disk.spill import map_array
 from ..errors import DamageError
 from ..format.buckets import bucket_size
-from ..format.layout import index_path
+from ..format.layout import Part, index_path
 from ..format.row_layout import LATENTS, bucket_part, latent_shape, row_arrays, view_suffixes
 from ..format.schema import FileEntry, LatentStatistics, Manifest, StoreSpec
 from ..format.table_schemas import STORED
@@ -29,11 +30,11 @@ from .plan import FrozenPlan
 from .records import map_index
 
 BLOCK_BYTES = 1 << 26  # of rows that are read at a time
+BLOCK_ROWS = 1 << 20  # that are looked at together, so that memory does not grow with the store
 
 
-@dataclass(frozen=True)
-class BucketRows:
-    """Rows of a bucket.
+class Block(NamedTuple):
+    """Some rows of a bucket.
 
     Args:
       rows: (N,) in ascending order.
@@ -43,21 +44,13 @@ class BucketRows:
     rows: np.ndarray
     checksums: np.ndarray
 
-    def without(self, others: Iterable[BucketRows], num_rows: int) -> BucketRows:
-        """The rows that are in none of the others.
-
-        Args:
-          num_rows: rows of the bucket's arrays.
-        """
-        is_other = map_array(num_rows, np.bool_, "the rows of a bucket")
-        for other in others:
-            is_other[other.rows] = True
-        is_left = ~is_other[self.rows]
-        return BucketRows(self.rows[is_left], self.checksums[is_left])
+    def where(self, is_wanted: np.ndarray) -> Block:
+        """The rows at some positions, or for which an (N,) bool is true."""
+        return Block(self.rows[is_wanted], self.checksums[is_wanted])
 
 
-Rows = Mapping[str, BucketRows]
-"""Rows of each bucket."""
+Rows = Mapping[str, Callable[[], Iterator[Block]]]
+"""For each bucket a function that yields its rows, a block at a time."""
 
 
 def statistics_of_stored(
@@ -80,7 +73,6 @@ def statistics_of_stored(
     Raises: DamageError: a row that must be read is not what was written.
     """
     before = plan.before
-    inherited = _rows_before(root, before) if before else {}
     statistics = [*parts]
     if before and before.statistics:
         statistics.insert(0, before.statistics)
@@ -89,17 +81,17 @@ def statistics_of_stored(
     total = merge_statistics(statistics)
 
     reader = _RowReader(root, plan.spec, plan.layout.arrays, files)
-    counted = {bucket: [rows[bucket] for rows in (inherited, written) if bucket in rows] for bucket in _buckets(plan)}
-    removed = dict[str, list[BucketRows]]()
-    returned = dict[str, list[BucketRows]]()
-    for bucket, groups in counted.items():
-        num_rows = reader.num_rows(bucket)
-        of_bucket = [stored[bucket]] if bucket in stored else []
-        removed[bucket] = [group.without(of_bucket, num_rows) for group in groups]
-        returned[bucket] = [group.without(groups, num_rows) for group in of_bucket]
+    counted = [_rows_before(root, before) if before else {}, written]
+    num_counted = num_removed = 0
+    removed, returned = dict[str, list[Block]](), dict[str, list[Block]]()
+    for bucket in sorted({*stored, *counted[0], *written}, key=bucket_size):
+        is_stored = reader.mark(bucket, [stored])
+        is_counted = reader.mark(bucket, counted)
+        num_counted += reader.num_values(bucket, int(np.count_nonzero(is_counted)))
+        removed[bucket] = [block.where(~is_stored[block.rows]) for block in _blocks(bucket, counted)]
+        returned[bucket] = [block.where(~is_counted[block.rows]) for block in _blocks(bucket, [stored])]
+        num_removed += reader.num_values(bucket, sum(len(block.rows) for block in removed[bucket]))
 
-    num_counted = sum(reader.num_values(bucket, groups) for bucket, groups in counted.items())
-    num_removed = sum(reader.num_values(bucket, groups) for bucket, groups in removed.items())
     # A difference of nearly equal numbers is imprecise, and a revision of an earlier release counts other rows.
     if total.count == num_counted and 2 * num_removed <= num_counted:
         try:
@@ -107,7 +99,7 @@ def statistics_of_stored(
             return statistics_without(total, statistics_of(reader.read(removed), plan.spec.latent))
         except DamageError:
             pass  # A damaged row that no record uses needs no repair: the rows in use are read instead.
-    return statistics_of(reader.read({bucket: [rows] for bucket, rows in stored.items()}), plan.spec.latent)
+    return statistics_of(reader.read({bucket: rows() for bucket, rows in stored.items()}), plan.spec.latent)
 
 
 def rows_of_records(buckets: Mapping[str, int], rows: np.ndarray, records: np.ndarray, checksums: np.ndarray) -> Rows:
@@ -118,12 +110,17 @@ def rows_of_records(buckets: Mapping[str, int], rows: np.ndarray, records: np.nd
       rows, records: of all stored records, bucket after bucket.
       checksums: of each record of the records table.
     """
-    by_bucket = dict[str, BucketRows]()
+
+    def blocks(first: int, end: int) -> Iterator[Block]:
+        for start in range(first, end, BLOCK_ROWS):
+            block = slice(start, min(start + BLOCK_ROWS, end))
+            yield Block(rows[block].astype(np.int64), checksums[records[block]])
+
+    by_bucket = dict[str, Callable[[], Iterator[Block]]]()
     first = 0
     for bucket in sorted(buckets, key=bucket_size):
-        part = slice(first, first + buckets[bucket])
-        by_bucket[bucket] = BucketRows(rows[part], checksums[records[part]])
-        first = part.stop
+        by_bucket[bucket] = functools.partial(blocks, first, first + buckets[bucket])
+        first += buckets[bucket]
     return by_bucket
 
 
@@ -133,23 +130,25 @@ def rows_written(plan: FrozenPlan, results: np.ndarray) -> Rows:
     Args:
       results: (records,) ROW_RESULTS of the latents.
     """
-    by_bucket = dict[str, BucketRows]()
-    for part in plan.layout.parts.values():
-        if LATENTS not in part.groups:
-            continue
-        first = plan.layout.first_row(part.bucket)
-        positions = plan.positions_of(part)[first:]
-        rows = first + np.flatnonzero(positions >= 0)
-        of_rows = results[positions[positions >= 0]]
-        is_stored = of_rows["state"] == STORED
-        by_bucket[part.bucket] = BucketRows(rows[is_stored], of_rows["checksum"][is_stored])
-    return by_bucket
+
+    def blocks(part: Part) -> Iterator[Block]:
+        positions = plan.positions_of(part)
+        for start in range(plan.layout.first_row(part.bucket), len(positions), BLOCK_ROWS):
+            block = positions[start : start + BLOCK_ROWS]
+            has_record = block >= 0
+            of_rows = results[block[has_record]]
+            rows = start + np.flatnonzero(has_record)
+            yield Block(rows, of_rows["checksum"]).where(of_rows["state"] == STORED)
+
+    parts = [part for part in plan.layout.parts.values() if LATENTS in part.groups]
+    return {part.bucket: functools.partial(blocks, part) for part in parts}
 
 
-def _buckets(plan: FrozenPlan) -> list[str]:
-    """All buckets of a revision, in order of their size."""
-    before = plan.before.buckets if plan.before else {}
-    return sorted({*before, *plan.new_rows}, key=bucket_size)
+def _blocks(bucket: str, sources: Iterable[Rows]) -> Iterator[Block]:
+    """The rows of a bucket in all of some sources."""
+    for rows in sources:
+        if bucket in rows:
+            yield from rows[bucket]()
 
 
 def _rows_before(root: Path, before: Manifest) -> Rows:
@@ -187,31 +186,37 @@ class _RowReader:
         """Rows of the arrays of a bucket."""
         return self._layouts[f"{bucket_part(bucket)}/{self._spec.latent.array}"].shape[0]
 
-    def num_values(self, bucket: str, groups: Iterable[BucketRows]) -> int:
-        """Values of each channel in some rows of a bucket, in all views."""
-        _, height, width = latent_shape(self._spec, bucket)
-        num_views = len(view_suffixes(self._spec))
-        return height * width * num_views * sum(len(group.rows) for group in groups)
+    def mark(self, bucket: str, sources: Iterable[Rows]) -> np.ndarray:
+        """(rows,) bool, the rows of the arrays of a bucket that are in one of some sources."""
+        is_marked = map_array(self.num_rows(bucket), np.bool_, "the rows of a bucket")
+        for block in _blocks(bucket, sources):
+            is_marked[block.rows] = True
+        return is_marked
 
-    def read(self, groups: Mapping[str, Sequence[BucketRows]]) -> Iterator[np.ndarray]:
+    def num_values(self, bucket: str, num_rows: int) -> int:
+        """Values of each channel in a number of rows of a bucket, in all views."""
+        _, height, width = latent_shape(self._spec, bucket)
+        return height * width * len(view_suffixes(self._spec)) * num_rows
+
+    def read(self, buckets: Mapping[str, Iterable[Block]]) -> Iterator[np.ndarray]:
         """Yield (B, row_channels, H, W) rows as stored, view by view.
 
         Raises: DamageError: a row differs from its checksum, or its shard is missing.
         """
-        for bucket, of_bucket in groups.items():
+        for bucket, blocks in buckets.items():
             arrays = [
                 ShardedArray(self._folder, self._layouts[f"{bucket_part(bucket)}/{path}"])
                 for path in row_arrays(self._spec, bucket, LATENTS)
             ]
             step = max(1, BLOCK_BYTES // sum(array.row_bytes for array in arrays))
-            for group in of_bucket:
-                for start in range(0, len(group.rows), step):
-                    block = BucketRows(group.rows[start : start + step], group.checksums[start : start + step])
-                    views = [array.take(block.rows) for array in arrays]
-                    self._check(bucket, block, views)
+            for block in blocks:
+                for start in range(0, len(block.rows), step):
+                    some = block.where(np.arange(start, min(start + step, len(block.rows))))
+                    views = [array.take(some.rows) for array in arrays]
+                    self._check(bucket, some, views)
                     yield from views
 
-    def _check(self, bucket: str, block: BucketRows, views: Sequence[np.ndarray]) -> None:
+    def _check(self, bucket: str, block: Block, views: Sequence[np.ndarray]) -> None:
         for i, checksum in enumerate(block.checksums.tolist()):
             if xxh3_64(*(view[i].data for view in views)) != checksum:
                 where = f"row {block.rows[i]} of bucket '{bucket}'"

@@ -15,6 +15,7 @@ from making import COMPANIONS, caption_recipe, encode, latent_spec, make_compani
 from stores import ImageSource, make_added, make_grown, make_plain, small_shards
 
 from leandit.datasets.batches.latents import normalised_as
+from leandit.datasets.disk.hashing import canonical_json
 from leandit.datasets.errors import RecipeError
 from leandit.datasets.format.schema import Decoding, LatentSpec, LatentStatistics
 from leandit.datasets.loader import make_loader
@@ -165,6 +166,21 @@ def test_a_damaged_row_that_no_record_uses_any_more_does_not_count(tmp_path: Pat
         content[start : start + 2] = np.float16(6e4).tobytes()
         (store / path).write_bytes(content)
         images.put(0, seed=77)
+        images.write()
+        encode(caption_recipe(), images.root, store)
+    assert_close(statistics_in(store, 2), statistics_of_stored_rows(LatentStore(store)))
+
+
+def test_a_store_whose_statistics_count_other_rows_has_the_right_ones_once_it_grows(tmp_path: Path) -> None:
+    with small_shards():
+        images, store = make_plain(tmp_path)
+        manifest = read_manifest(store, 1)
+        assert manifest.statistics
+        biased = manifest.statistics.model_copy(update={"count": manifest.statistics.count + 184})
+        changed = manifest.model_copy(update={"statistics": biased}).with_hash()
+        for name in ("manifest.json", "twin/manifest.json"):
+            (store / "revisions/000001" / name).write_bytes(canonical_json(changed.model_dump()))
+        images.put(20)
         images.write()
         encode(caption_recipe(), images.root, store)
     assert_close(statistics_in(store, 2), statistics_of_stored_rows(LatentStore(store)))
