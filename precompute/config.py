@@ -12,10 +12,13 @@ from pydantic import (
     model_validator,
 )
 
+from ..datasets.effects import check_overrides, unread_notes
+from ..datasets.errors import RecipeError
 from ..datasets.format.buckets import DOWNSCALE, MAX_RATIO, Table, area_step, bucket_table, largest_crop
 from ..datasets.format.row_layout import CAPTION_ARRAYS, CAPTION_PART, COMPANIONS, FEATURES
 from ..datasets.format.schema import Name
 from ..datasets.recipe import UNNAMED, Caption, Section, load_recipe
+from .effects import CONDITIONS
 
 PACKAGE = "leandit.precompute"
 MAX_CROP_SHARE = 0.3  # of an image's area, above which a computed table is warned of
@@ -317,6 +320,10 @@ class PrecomputeRecipe(Section):
     @field_validator("text")
     @classmethod
     def _leave_out_none(cls, texts: dict[str, TextSection]) -> dict[str, TextSection]:
+        """Leave out [text] where it turns text off. Raises: ValueError: it has keys, but no kind to read them."""
+        unnamed = texts.get("")
+        if unnamed and unnamed.kind == "none" and "kind" not in unnamed.model_fields_set and unnamed != TextSection():
+            raise ValueError("[text] has keys but no kind, so no text would be encoded; add a kind")
         return {name: section for name, section in texts.items() if name or section.kind != "none"}
 
     @model_validator(mode="after")
@@ -352,5 +359,19 @@ class PrecomputeRecipe(Section):
 
 
 def load(name: str, overrides: list[str]) -> PrecomputeRecipe:
-    """Load a precompute recipe by name or path."""
-    return load_recipe(name, PrecomputeRecipe, package=PACKAGE, overrides=overrides)
+    """Load a precompute recipe by name or path.
+
+    Raises: RecipeError: as ``load_recipe``; or an override sets a key that has no effect.
+    """
+    recipe = load_recipe(name, PrecomputeRecipe, package=PACKAGE, overrides=overrides)
+    check_overrides(recipe, CONDITIONS, overrides)
+    names = [override.partition("=")[0].strip() for override in overrides]
+    unread = [name for name in names if name.startswith("text.") and name.count(".") == 1]
+    if unread and "" not in recipe.text and "text.kind" not in names:
+        raise RecipeError(f'--set {unread[0]} has no effect: text.kind is "none". Set text.kind too, or leave it out.')
+    return recipe
+
+
+def notes(recipe: PrecomputeRecipe) -> list[str]:
+    """What to say of keys of a recipe file that its other settings leave without effect."""
+    return unread_notes(recipe, CONDITIONS)

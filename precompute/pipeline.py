@@ -309,6 +309,8 @@ class Stage1:
     def check(self, plan: FrozenPlan) -> SelfCheck | None:
         """Check the autoencoder before a plan is frozen; None if the recipe wants no check. Raises: EncoderError."""
         encoder, min_psnr_db = self.runner.encoders.image, self.recipe.vae.min_psnr
+        if min_psnr_db and not encoder.has_decoder:
+            self.say("self-check: the autoencoder has no decoder, so vae.min_psnr has no effect")
         if not min_psnr_db or not encoder.has_decoder:
             return None
         with self.runner.clock.measure(CHECK):

@@ -9,9 +9,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from ..datasets.effects import check_overrides, unread_notes
 from ..datasets.errors import RecipeError
 from ..datasets.recipe import Caption, Count, Positive, Section, Share, load_recipe
 from .data_recipe import DataSection, StoreSection, Turn
+from .effects import CONDITIONS
 from .techniques.registry import ObjectiveSection, TechniqueSections, techniques_of
 
 PACKAGE = "leandit.train"
@@ -318,5 +320,15 @@ def _contradictions(recipe: TrainRecipe) -> Iterator[str]:
 
 
 def load(name: str, overrides: list[str]) -> TrainRecipe:
-    """Load a train recipe by name or path."""
-    return load_recipe(name, TrainRecipe, package=PACKAGE, overrides=overrides)
+    """Load a train recipe by name or path.
+
+    Raises: RecipeError: as ``load_recipe``; or an override sets a key that has no effect.
+    """
+    recipe = load_recipe(name, TrainRecipe, package=PACKAGE, overrides=overrides)
+    check_overrides(recipe, CONDITIONS, overrides)
+    return recipe
+
+
+def notes(recipe: TrainRecipe) -> list[str]:
+    """What to say of keys of a recipe file that its other settings leave without effect."""
+    return unread_notes(recipe, CONDITIONS)

@@ -23,7 +23,7 @@ from ...datasets.disk.weight_files import weight_files as chosen_files
 from ...datasets.errors import DamageError, EncoderError
 from ...datasets.format.schema import EncoderIdentity
 from ...datasets.remote.failures import one_line
-from ..config import EncoderSection
+from ..config import EncoderSection, PrecomputeRecipe
 
 if TYPE_CHECKING:  # torch takes seconds to import
     import torch
@@ -115,6 +115,18 @@ def resolve_model(
 def model_folder(folder: Path, subfolder: str) -> Path:
     """Folder of the model: the folder itself if it is the model, else its subfolder."""
     return folder if (folder / CONFIG).is_file() else folder / subfolder
+
+
+def revision_notes(recipe: PrecomputeRecipe) -> list[str]:
+    """What to say of revisions that have no effect, because the model is a local folder."""
+    encoders: dict[str, EncoderSection] = {"vae": recipe.vae}
+    encoders |= {f"text.{name}".rstrip("."): section for name, section in recipe.text.items()}
+    encoders |= {f"features.{name}": section for name, section in recipe.features.items()}
+    return [
+        f"recipe: {name}.revision has no effect: it needs a model of the hub, and '{section.model}' is a local folder"
+        for name, section in encoders.items()
+        if section.revision and local_folder(section.model)
+    ]
 
 
 def local_folder(model: str) -> Path | None:

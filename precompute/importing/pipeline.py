@@ -34,7 +34,7 @@ from .formats.nemo import Nemo
 from .formats.pixart import PixArt
 from .null_caption import read_null
 from .plan import listing_hash, plan_import, reject_outliers, scan_records
-from .recipe import ImportRecipe, Kind
+from .recipe import ImportRecipe, Kind, check_keys
 from .shards import CaptionShard, LatentShard, caption_origins
 from .source import Entry, Reader
 
@@ -111,14 +111,16 @@ def load_importer(spec: StoreSpec, source: Path) -> Importer:
 def open_reader(kind: str, root: Path, recipe: ImportRecipe) -> Reader:
     """The reader of a kind of features.
 
-    Raises: RecipeError: unknown kind; SourceError: the source does not match it.
+    Raises: RecipeError: unknown kind, or a setting that it does not read; SourceError: the source does not match it.
     """
     if kind not in READERS:
         raise RecipeError(f"import '{kind}': no such kind of features. Expected one of {', '.join(get_args(Kind))}.")
     if not (root.is_dir() or (kind == Edm2.kind and root.is_file())):
         file = " a .zip, or" if kind == Edm2.kind else ""
         raise SourceError(f"source '{root}': not found. An import of '{kind}' needs{file} a folder; check --source.")
-    return READERS[kind](root, recipe)
+    reader = READERS[kind](root, recipe)
+    check_keys(kind, recipe, has_captions=bool(reader.defaults.texts), has_labels=reader.has_labels)
+    return reader
 
 
 def import_features(
@@ -134,11 +136,13 @@ def import_features(
 
     Args:
       kind: of the features.
-      null: file of the null caption, or "zeros"; required with captions.
+      null: file of the null caption, or "zeros"; required with captions, and only with them.
     Raises: LeanditError: its class says what to fix; the same command then resumes.
     """
     start = time.perf_counter()
     reader = open_reader(kind, source_path, recipe)
+    if null and not reader.defaults.texts:
+        raise RecipeError(f"--null '{null}' has no effect: these features have no captions. Leave it out.")
     entries = list(reader.entries())
     listing = listing_hash(entries)
     plan = newest_plan(store_path)

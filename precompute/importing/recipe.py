@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from ...datasets.effects import Condition, unread_keys
+from ...datasets.errors import RecipeError
 from ...datasets.recipe import Section, parse_with_overrides
 from ..config import SourceSection
 
@@ -108,6 +110,38 @@ class ImportRecipe(Section):
     text: ImportText = ImportText()
     layout: ImportLayout = ImportLayout()
     store: ImportStore = ImportStore()
+
+
+KIND_KEYS: dict[str, tuple[str, ...]] = {  # keys that only some kinds read, with the kinds
+    "layout.latents": ("pixart", "mds"),
+    "layout.captions": ("pixart", "mds"),
+    "layout.text": ("mds", "mlperf-flux"),
+    "layout.label": ("mds",),
+    "layout.mask": ("mds",),
+    "layout.dtype": ("mds",),
+    "layout.channels": ("mds",),
+    "layout.width": ("mds",),
+    "text.check": ("pixart", "mlperf-flux", "nemo"),
+}
+
+
+def check_keys(kind: str, recipe: ImportRecipe, *, has_captions: bool, has_labels: bool) -> None:
+    """Raise if a setting is not read.
+
+    Args:
+      kind: of the features.
+      has_captions, has_labels: whether these features have some.
+    Raises: RecipeError.
+    """
+    of_captions = ("text.model", "store.text_dtype", "layout.text", "layout.mask", "layout.width")
+    conditions = [
+        Condition(key, lambda *_, kinds=kinds: kind in kinds, f"an import of {' or '.join(kinds)}, and this is {kind}")
+        for key, kinds in KIND_KEYS.items()
+    ]
+    conditions += [Condition(key, lambda *_: has_captions, "features with captions") for key in of_captions]
+    conditions.append(Condition("source.num_classes", lambda *_: has_labels, "features with labels"))
+    for unread in unread_keys(recipe, conditions):
+        raise RecipeError(f"import: {unread}. Leave it out.")
 
 
 def load(overrides: Sequence[str]) -> ImportRecipe:

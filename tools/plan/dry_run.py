@@ -37,7 +37,7 @@ from ...precompute.planning.opening import (
 from ...precompute.planning.planner import Planner
 from ...precompute.run.rejects import count_reasons
 from ...precompute.sources.several import SourcePaths, list_sources
-from ...train.config import TrainRecipe
+from ...train.config import TrainRecipe, notes
 from ...train.data_recipe import Turn
 from ...train.metrics.flops import shortened
 from ...train.models.build import build_model, check_model_name
@@ -215,6 +215,7 @@ def describe_train(recipe: TrainRecipe, store_path: Path | str | None, device: t
     recipe, changes, refusal = _with_ds_config(recipe, device)
     shown = "\n".join([to_toml(recipe).rstrip(), *(f"# {line}" for line in changes)])
     rows = [("device", f"{device}, {computed_precision(recipe.run.precision, device)}, {os.cpu_count()} cores")]
+    rows += [("", note) for note in notes(recipe)]
     try:
         check_model_name(recipe.model.name)
     except RecipeError as error:

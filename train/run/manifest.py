@@ -21,7 +21,7 @@ from ...datasets.errors import DamageError, RecipeError, RunError
 from ...datasets.format.schema import LatentStatistics
 from ...datasets.revisions.catalog import planned_revisions, sealed_revisions, unsealed
 from ...datasets.store import LatentStore
-from ..config import TrainRecipe
+from ..config import RunSection, TrainRecipe
 from ..data_recipe import StoreSection
 from ..models.spec import ModelSpec
 from ..weights.folders import RUN
@@ -120,6 +120,8 @@ def open_stores(
             f"run.remote_folder '{recipe.run.remote_folder}': it is for one store, not {len(urls or named)}"
             f"{' at a URL' if urls else ''}. Leave it empty: then each at a URL gets a folder below ~/.cache/leandit."
         )
+    if not urls and not recipe.run.remote_folder and recipe.run.remote_gib != RunSection().remote_gib:
+        warn("run.remote_gib has no effect: it needs a store at a URL, or run.remote_folder")
     is_copied = bool(recipe.run.remote_folder) and not urls  # a local store, such as on a network file system
     opened: dict[tuple[str, int], LatentStore] = {}  # a store that the recipe names twice is opened once
     stores = []

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from ...datasets.effects import Condition
 from ...datasets.errors import RecipeError
 from ...datasets.recipe import Count
 from ..data_recipe import Objective
@@ -47,6 +48,15 @@ class Dispersive(Technique):
 
     key = "objective.dispersive_weight"
     compares_images = True
+    conditions = tuple(
+        Condition(
+            f"objective.{key}",
+            lambda _, objective: objective.dispersive_weight > 0,
+            "objective.dispersive_weight above 0",
+            is_refused=False,
+        )
+        for key in ("dispersive_block", "dispersive_temperature")
+    )
 
     def __init__(self, recipe: Any) -> None:
         self.keys: Keys = recipe.objective

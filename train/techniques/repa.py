@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from ...datasets.effects import Condition
 from ...datasets.errors import RecipeError
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.schema import FeatureSpec, Name, StoreSpec
@@ -56,6 +57,9 @@ class Repa(Alignment):
     """Alignment with image features of the store."""
 
     key = "align"
+    conditions = (
+        Condition("align.NAME.projector_width", lambda _, section: section.projector == "mlp", 'projector = "mlp"'),
+    )
 
     def __init__(self, recipe: Any) -> None:
         self.sections = recipe.align

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from ...datasets.effects import Condition
 from ...datasets.errors import RecipeError
 from ...datasets.recipe import Count, Positive, Section, Share
 from .technique import Draw, Technique, is_active
@@ -50,6 +51,10 @@ class Routing(Technique):
     """Tokens that skip blocks."""
 
     key = "routing"
+    conditions = tuple(
+        Condition(f"routing.{key}", lambda _, section: section.kind != "none", 'routing.kind "tread" or "sprint"')
+        for key in ("share", "first_block", "last_block", "stop_step")
+    )
 
     def __init__(self, recipe: Any) -> None:
         self.section: RoutingSection = recipe.routing

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from ...datasets.effects import Condition
 from ...datasets.format.schema import StoreSpec
 from ...datasets.recipe import Positive, Section
 from .alignment import Alignment, AlignmentKeys
@@ -51,6 +52,10 @@ class SelfAlignment(Alignment):
     """Alignment with the averaged model."""
 
     key = "self_align"
+    conditions = tuple(
+        Condition(f"self_align.{key}", lambda _, section: section.weight > 0, "self_align.weight above 0")
+        for key in ("block", "teacher_block", "less_time", "stop_step", "projector_width")
+    )
 
     def __init__(self, recipe: Any) -> None:
         self.section: SelfAlignSection = recipe.self_align

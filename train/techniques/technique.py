@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from ...datasets.effects import Condition
 from ...datasets.errors import RecipeError
 from ...datasets.format.schema import FeatureSpec, StoreSpec
 
@@ -38,6 +39,7 @@ class Technique:
     Attributes:
       key: of the recipe, for messages.
       compares_images: its loss compares the images of a global batch.
+      conditions: when its keys are read, if not always.
       reads_blocks: it looks into the blocks of a DiT, which other models have not.
       is_on: the recipe uses it.
       features: image features of the store that it reads.
@@ -48,6 +50,7 @@ class Technique:
     key: ClassVar[str]
     compares_images: ClassVar[bool] = False
     reads_blocks: ClassVar[bool] = True
+    conditions: ClassVar[Sequence[Condition]] = ()
     is_on: bool
     features: Sequence[str] = ()
     fuses: bool = False

@@ -20,11 +20,11 @@ import numpy as np
 import pyarrow as pa
 
 from ....datasets.disk.spill import named_errors
-from ....datasets.errors import RecordRejected, SourceError
+from ....datasets.errors import RecipeError, RecordRejected, SourceError
 from ....datasets.revisions.writer import row_checksum
 from ...config import TextSection
 from ...images.faults import open_regular
-from ..recipe import ImportRecipe
+from ..recipe import ImportLayout, ImportRecipe
 from ..source import (
     Entry,
     Features,
@@ -80,6 +80,7 @@ class Mds(Reader):
         self._mask = self._column("mask", "", optional=True)
         self.defaults = replace(self.defaults, texts={"": TEXT_ENCODER} if self._captions else {})
         self.has_labels = bool(self._label)
+        self._check_plain_bytes()
         self._content = lru_cache(maxsize=OPEN_SHARDS)(self._read_shard)
         self._unpacked: dict[str, memoryview] = {}
         self._unpacking = threading.Lock()
@@ -106,6 +107,24 @@ class Mds(Reader):
             f"source '{self.root}': layout.{key} '{configured}': {len(matching)} such columns of {', '.join(columns)}. "
             f"Name one with --set layout.{key}=COLUMN."
         )
+
+    def _check_plain_bytes(self) -> None:
+        """Raise RecipeError if a setting of arrays that are plain bytes is set, and there are none."""
+        encodings = {name: encoding for name, (encoding, _) in next(iter(self._shards.values())).columns.items()}
+        latents_are_plain = encodings[self._latents] == "bytes"
+        captions_are_plain = encodings.get(self._captions) == "bytes"
+        is_read = {
+            "channels": latents_are_plain,
+            "width": captions_are_plain,
+            "dtype": latents_are_plain or captions_are_plain,
+        }
+        for key, is_used in is_read.items():
+            default = ImportLayout.model_fields[key].default
+            if getattr(self.recipe.layout, key) != default and not is_used:
+                raise RecipeError(
+                    f"import: layout.{key} has no effect: it needs a column of plain bytes, and the arrays of these "
+                    "shards have their own dtype and shape. Leave it out."
+                )
 
     def entries(self) -> Iterator[Entry]:
         """Samples in the order of the index."""

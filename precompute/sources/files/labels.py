@@ -12,6 +12,7 @@ from ....datasets.errors import SourceError
 
 MAX_CLASSES = 1_000_000  # a larger label is a mistake, and would fill the memory with names
 MAX_CLASS_BYTES = 1 << 26  # of all class names
+MAX_LABEL_CHARS = 1000  # of the name of a class; longer text is no label
 FIRST_NAME = 1 << 24  # labels from here on are names in the order of their first record, until all are listed
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.0*)?")  # pandas writes integers as 3.0 if other cells are empty
 AMONG_NUMBERS = "a name of a class, but other records have numbers"
@@ -53,7 +54,7 @@ class Labels:
           value: from JSON.
         Raises: ValueError: neither a class index nor a name, and labels are required.
         """
-        if not self.is_read or value is None or value != value:  # NaN, as pandas writes a missing value
+        if not self.is_read or value is None:
             return -1
         if isinstance(value, str):
             return self.read_name(value.strip())
@@ -68,9 +69,16 @@ class Labels:
         return index
 
     def read_name(self, name: str) -> int:
-        """The label of a record whose source has the name of a class; -1 for an empty one."""
+        """The label of a record whose source has the name of a class; -1 for an empty one.
+
+        Raises: ValueError: it is too long, and labels are required.
+        """
         if not name or self.are_too_many:
             return -1
+        if len(name) > MAX_LABEL_CHARS:
+            return self.read_unusable(
+                f"label {reprlib.repr(name)} has {len(name)} characters, at most {MAX_LABEL_CHARS}"
+            )
         if name not in self._names:
             self._num_chars += len(name)
             if len(self._names) >= MAX_CLASSES or self._num_chars > MAX_CLASS_BYTES:

@@ -8,7 +8,7 @@ index or the name of a class, as text), ``label_is_number`` (the table has it as
 
 from __future__ import annotations
 
-from ..files.labels import MAX_CLASSES
+from ..files.labels import MAX_CLASSES, MAX_LABEL_CHARS
 from ..files.record import MAX_CAPTION_CHARS, MAX_CAPTIONS
 from ..listing.duck import coalesced, identifier, literal
 from .columns import Roles
@@ -55,11 +55,11 @@ def row_columns(roles: Roles) -> str:
         )
         unstripped = f"({cell} ->> '$')"
         text = f"nullif({stripped(unstripped)}, '')"
-        is_text = f"json_type({cell}) = 'VARCHAR'"
+        is_text = f"json_type({cell}) = 'VARCHAR' AND length({cell} ->> '$') <= {MAX_LABEL_CHARS}"
         labels.append(f"CASE WHEN {is_index} THEN {number}::BIGINT::VARCHAR WHEN {is_text} THEN {text} END")
         are_numbers.append(f"CASE WHEN {is_index} THEN true WHEN {is_text} AND {text} IS NOT NULL THEN false END")
         label_problems.append(
-            f"CASE WHEN json_type({cell}) IS NOT NULL AND NOT ({is_index}) AND NOT {is_text} "
+            f"CASE WHEN json_type({cell}) IS NOT NULL AND NOT ({is_index}) AND NOT ({is_text}) "
             f"THEN 'label ' || left({cell}::VARCHAR, 40) || ' is not a class index below {MAX_CLASSES}' END"
         )
     texts = f"{coalesced([_texts(cell) for cell in captions])}::VARCHAR[]"

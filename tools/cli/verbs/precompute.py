@@ -64,7 +64,8 @@ def precompute(
 
     Example: leandit precompute imagenet-256 --source imagenet/train --store imagenet-256
     """
-    from ....precompute.config import load
+    from ....precompute.config import load, notes
+    from ....precompute.encoders.model_files import revision_notes
     from ....precompute.planning.compare import Options
     from ....precompute.unchanged import unchanged
     from ...terminal.progress import ProgressLine
@@ -74,6 +75,8 @@ def precompute(
     if not dry_run and not (source and store):
         raise RecipeError("precompute: expected --source PATH and --store PATH (or --dry-run).")
     check_sources(loaded, source or [])
+    for note in (*notes(loaded), *revision_notes(loaded)):
+        print_line(note)
     if dry_run:
         how = {"store": store, "options": options, "say": print_line}
         _show_plan(loaded, source or None, torch_devices(device), **how)

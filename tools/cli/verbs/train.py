@@ -54,7 +54,7 @@ def train(
 
     Example: leandit train dit-s-2-256 --store imagenet-256 --run runs/dit-s --set run.steps=1000
     """
-    from ....train.config import load
+    from ....train.config import load, notes
 
     continued = [_key_of(setting) for setting in continue_with or []]
     loaded = load(recipe, [*(overrides or []), *(continue_with or [])])
@@ -76,6 +76,8 @@ def train(
     stop: StopRequest = context.obj
     stop.catch(signal.SIGINT)
     ranks = read_ranks()
+    for note in notes(loaded) if ranks.is_first else ():
+        print_line(note)
     place = rank_device(device, ranks)
     with rank_progress(ranks) as progress:
 
