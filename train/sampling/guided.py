@@ -104,7 +104,9 @@ def draw_latents(
     noises: dict[str, Any] = {"generator": generators} if sampler in STOCHASTIC else {}
     times = scheduler.timesteps.tolist()
     if objective.kind == "flow" and sampler == "dpm":
-        times = (scheduler.sigmas[:-1] * TRAIN_STEPS).tolist()  # its timesteps are rounded to whole numbers
+        family = family_of(spec.name)
+        if family is None or not FAMILIES[family].rounds_times:
+            times = (scheduler.sigmas[:-1] * TRAIN_STEPS).tolist()  # its timesteps are rounded down to whole numbers
         scheduler.set_begin_index(0)  # two of which may be equal
     # Not inference_mode: what FSDP gathers in it cannot be trained afterwards.
     with torch.no_grad(), float32_products(solver.tf32):

@@ -66,6 +66,7 @@ class DiffusersModel(nn.Module):
       residual: dtype of the residual stream under autocast to bfloat16; in any other precision it is float32.
       is_flow: it gives a velocity alone, so it trains with flow matching alone.
       samples_flows: its pipeline takes schedulers of flows.
+      rounds_times: its published code rounds the times that the model gets down to whole numbers of 0..1000.
       takes_guidance: distilled weights of it take the scale of the guidance as an input.
       guidance_argument: how its pipeline takes classifier-free guidance of the scale G.
       guidance: that scale, where the weights take one.
@@ -93,6 +94,7 @@ class DiffusersModel(nn.Module):
     has_convolutions: ClassVar[bool] = False
     is_flow: ClassVar[bool] = False
     samples_flows: ClassVar[bool] = True
+    rounds_times: ClassVar[bool] = False
     takes_guidance: ClassVar[bool] = False
     guidance_argument: ClassVar[str] = "guidance_scale=G"
     pads_null: ClassVar[bool] = True

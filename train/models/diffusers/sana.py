@@ -1,7 +1,7 @@
 """Sana: linear attention over the latents of an autoencoder that shrinks 32 times (arXiv 2410.10629).
 
-Its trainer rounds the time down to whole numbers; here it stays as drawn. First weights: NVlabs/Sana's
-``sana_multi_scale.py``.
+Its code rounds the time down to whole numbers, in training too. Here training keeps it as drawn, and the sampler "dpm",
+with which its pipeline draws, rounds it. First weights: NVlabs/Sana's ``sana_multi_scale.py``.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Sana(AdaLNSingle):
         "sana-tiny": size(4, 8, 32, 4, 64),
     }
     text_width, downscale, vae = 2304, 32, "AutoencoderDC"
+    rounds_times = True
     roles = {  # noqa: RUF012
         "hidden": ("*.attn1.to_*", "*.attn2.to_*", "*.ff.conv_*"),
         "modulation": ("time_embed.linear",),
