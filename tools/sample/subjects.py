@@ -16,7 +16,7 @@ import torch
 
 from ...datasets.batches.captions import Captions as PackedCaptions
 from ...datasets.batches.captions import caption_of, captions_of
-from ...datasets.errors import EncoderError, RunError, StoreError
+from ...datasets.errors import EncoderError, LeanditError, RunError
 from ...datasets.format.schema import UNKNOWN
 from ...datasets.order.shuffle import keyed_hash
 from ...datasets.order.slices import spread
@@ -31,7 +31,7 @@ from ...precompute.encoders.text.instructions import instruction_text
 from ...precompute.encoders.text.tokenizer import CAPTION, CaptionTokenizer
 from ...train.models.conditioning import Conditioning
 from ...train.run.evaluation.grids import EditRecords
-from ...train.run.manifest import read_run_manifest
+from ...train.run.manifest import StoreRead, read_run_manifest, reopen_store, store_place
 from ...train.sampling.snapshot import Snapshot, text_encoders
 from ...train.weights.folders import RUN
 from .request import SampleRequest, find_labels
@@ -158,7 +158,8 @@ class Captions:
     """Turns captions into the conditioning of a model.
 
     Args:
-      store: with captions; None: the stores of the run, as far as they still exist.
+      store: with captions; None: the stores of the run. Captions of one that cannot be opened are encoded, and
+        ``warnings`` names it.
       text: hub id or folder of the text encoder, instead of the one that made the store.
     Raises: StoreError; RunError: the store's captions come from another text encoder; EncoderError: ``text`` is one of
       several.
@@ -173,7 +174,12 @@ class Captions:
         self._most_tokens = max((made["model"].get("max_tokens", 0) for made in self._encoders.values()), default=0)
         if text and len(self._encoders) > 1:
             raise EncoderError(f"--text '{text}': the model reads {len(self._encoders)} text encoders. Leave it out.")
-        self.stores = [LatentStore(store, allow_incomplete=True)] if store else _stores_of(run)
+        if store:
+            self.stores = [LatentStore(store, allow_incomplete=True)]
+            self._missing: list[str] = []
+        else:
+            self.stores, self._missing = _stores_of(run)
+        self.warnings += self._missing
         for opened in self.stores:
             if problem := self._difference(opened):
                 advice = "Check --store." if store else "Pass the store of the run with --store."
@@ -200,9 +206,10 @@ class Captions:
         """
         if not self.stores:
             image = " and --image" if self._snapshot.spec.reference else ""
+            reasons = "".join(f"\n  {problem}" for problem in self._missing)
             raise RunError(
                 f"run '{self._run}': its store is missing, or another one, so there are no captions to choose from"
-                f"{' or images to edit' if image else ''}. Pass --store, or --caption{image}."
+                f"{' or images to edit' if image else ''}. Pass --store, or --caption{image}.{reasons}"
             )
         return self.stores[0]
 
@@ -271,14 +278,26 @@ def _settings(section: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in UNCOMPARED}
 
 
-def _stores_of(run: Path) -> list[LatentStore]:
-    """The stores of a run; one that is gone, or has another in its place, is left out: its captions are encoded."""
-    stores: dict[str, LatentStore] = {}
+def _stores_of(run: Path) -> tuple[list[LatentStore], list[str]]:
+    """The stores of a run, and a sentence on each that cannot be opened, or is another one now."""
+    stores: dict[StoreRead, LatentStore] = {}
+    problems: list[str] = []
     manifest = read_run_manifest(run) if (run / RUN).is_file() else None
-    for read in manifest.stores if manifest else ():
-        with contextlib.suppress(StoreError, FileNotFoundError):
-            store = LatentStore(run / read.path, allow_incomplete=True)
+    if manifest is None:
+        return [], []
+    for read in dict.fromkeys(manifest.stores):
+        try:
+            store = reopen_store(run, manifest, read)
             revisions = sealed_revisions(store.path) if read.root_hash else []  # none is left of a compacted store
-            if read.revision not in revisions or read_manifest(store.path, read.revision).root_hash == read.root_hash:
-                stores[read.path] = store
-    return list(stores.values())
+            is_other = (
+                read.revision in revisions and read_manifest(store.path, read.revision).root_hash != read.root_hash
+            )
+        except (LeanditError, OSError) as error:
+            problems.append(f"a store of run '{run}' cannot be opened: {error}")
+            continue
+        if is_other:
+            place = store_place(run, read)
+            problems.append(f"store '{place}' is not the one that run '{run}' was trained on: its root hash is another")
+        else:
+            stores[read] = store
+    return list(stores.values()), problems

@@ -44,7 +44,7 @@ from ..weights.checkpoint import (
 from ..weights.folders import RECIPE, RUN
 from ..weights.init_from import FrozenWeights
 from .data import buckets_at
-from .manifest import new_manifest
+from .manifest import new_manifest, store_read
 from .state import Run
 
 LOG = logging.getLogger(__name__)
@@ -93,7 +93,8 @@ def start_or_resume(run: Run, folder: Path, warn: Callable[[str], None]) -> None
         sweep_strays(folder)
         progress, tensors = newest_valid(run, targets, folder, warn) or (None, {})
         groups.update(tensors)
-        current = new_manifest(folder, run.recipe, run.spec, run.stores, run.loader.dataset.reader.statistics)
+        reads = run.reads or [store_read(folder, store) for store in run.stores]
+        current = new_manifest(run.recipe, run.spec, reads, run.loader.dataset.reader.statistics)
         write_atomic(folder / RUN, canonical_json(current.model_dump()))
         write_atomic(folder / RECIPE, to_toml(run.recipe).encode())
         return progress

@@ -17,14 +17,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ...datasets.disk.files import TEMPORARY_PREFIX
 from ...datasets.disk.hashing import read_json
 from ...datasets.disk.locks import release_lock, try_lock
-from ...datasets.errors import DamageError, RecipeError, RunError
+from ...datasets.errors import DamageError, RecipeError, RunError, StoreError
+from ...datasets.format.layout import REMOTE_ABOUT
 from ...datasets.format.schema import LatentStatistics
+from ...datasets.remote.reader import redact_url
 from ...datasets.revisions.catalog import planned_revisions, sealed_revisions, unsealed
 from ...datasets.store import LatentStore
 from ..config import RunSection, TrainRecipe
 from ..data_recipe import StoreSection
 from ..models.spec import ModelSpec
 from ..weights.folders import RUN
+from .settings import read_stored_recipe
 
 LOG = logging.getLogger(__name__)
 
@@ -33,8 +36,11 @@ class StoreRead(BaseModel):
     """A store of the run.
 
     Args:
-      path: relative to the run.
+      path: as the user has named it: a folder, relative to the run, or a URL without user, password and query.
       root_hash: of the revision; None if it was incomplete.
+      remote_folder: folder of the local copy, absolute, as ``run.remote_folder`` names it; "": the default one of a
+        URL, none of a folder.
+      has_secret: the URL has had a user, a password or a query, which a run does not record.
     """
 
     model_config = ConfigDict(frozen=True)  # keys of a newer release are left out
@@ -42,6 +48,13 @@ class StoreRead(BaseModel):
     path: str
     revision: Annotated[int, Field(ge=1)]
     root_hash: str | None
+    remote_folder: str = ""
+    has_secret: bool = False
+
+    @property
+    def is_url(self) -> bool:
+        """Whether the store lies at a URL."""
+        return "://" in self.path
 
 
 class RunManifest(BaseModel):
@@ -80,18 +93,69 @@ def read_run_manifest(run: Path) -> RunManifest | None:
 
 
 def new_manifest(
-    run: Path,
     recipe: TrainRecipe,
     spec: ModelSpec,
-    stores: Sequence[LatentStore],
+    stores: Sequence[StoreRead],
     statistics: LatentStatistics | None,
 ) -> RunManifest:
     """The manifest of a run as it is now."""
-    read = [
-        StoreRead(path=os.path.relpath(store.path, run), revision=store.revision, root_hash=store.root_hash)
-        for store in stores
-    ]
-    return RunManifest(stores=read, spec=spec, recipe=recipe.model_dump(), statistics=statistics)
+    return RunManifest(stores=list(stores), spec=spec, recipe=recipe.model_dump(), statistics=statistics)
+
+
+def store_read(run: Path, store: LatentStore, name: str = "", remote_folder: str = "") -> StoreRead:
+    """A store as ``run.json`` records it, so that ``reopen_store`` opens it from any folder.
+
+    Args:
+      name: path or URL as the user has typed it; "": that of the store.
+      remote_folder: of the recipe.
+    """
+    named = name or str(store.path)
+    path = redact_url(named)
+    if "://" not in named:  # from the real run, because a path that goes up from a symbolic link ends elsewhere
+        path = os.path.relpath(os.path.abspath(named), os.path.realpath(run))
+    return StoreRead(
+        path=path,
+        revision=store.revision,
+        root_hash=store.root_hash,
+        remote_folder=os.path.abspath(remote_folder) if remote_folder else "",
+        has_secret="://" in named and path != named.rstrip("/"),
+    )
+
+
+def store_place(run: Path, read: StoreRead) -> str:
+    """URL or absolute path of a store of a run, for messages and to open it."""
+    if read.is_url:
+        return read.path
+    places = [os.path.normpath(os.path.join(folder(run), read.path)) for folder in (os.path.realpath, os.path.abspath)]
+    return next((place for place in places if os.path.isdir(place)), places[0])
+
+
+def reopen_store(run: Path, manifest: RunManifest, read: StoreRead, *, revision: int = 0) -> LatentStore:
+    """Open a store of a run for reading, as the run has opened it: at its URL, or through its local copy.
+
+    Args:
+      revision: number of the revision; 0 for the newest complete one.
+    Raises: StoreError, DamageError, ResourceError: it cannot be opened.
+    """
+    place = store_place(run, read)
+    if read.has_secret:
+        raise StoreError(
+            f"store '{place}': it was opened at a URL with a user, a password or a query, which a run does not record. "
+            "Copy the store to a folder, and pass that."
+        )
+    about = Path(place).parent / REMOTE_ABOUT
+    folder = read.remote_folder
+    if not read.is_url and not folder and about.is_file():  # earlier releases recorded the copy in place of the URL
+        place = str(read_json(about)["url"])
+        folder = str(about.parent)
+    is_copied = bool(folder) and "://" not in place
+    recipe = read_stored_recipe(manifest.recipe).values
+    return LatentStore(
+        f"file://{place}" if is_copied else place,
+        revision=revision,
+        allow_incomplete=True,
+        remote={"capacity_gib": recipe["run"]["remote_gib"], "folder": folder or None},
+    )
 
 
 def open_stores(

@@ -29,7 +29,7 @@ from ..weights.folders import CHECKPOINT, find
 from .checkpoints import start_or_resume
 from .evaluation.grids import own_subjects
 from .evaluation.held_out import Evaluation
-from .manifest import RunManifest, open_stores, read_run_manifest, run_lock
+from .manifest import RunManifest, open_stores, read_run_manifest, run_lock, store_read
 from .settings import OPTION, check_continued, check_settings, read_stored_recipe
 from .state import Run
 
@@ -78,6 +78,10 @@ def open_run(
         learned=manifest.spec if manifest and has_checkpoint else None,
     )
     run.changed = changed
+    run.reads = [
+        store_read(folder, store, turn.section.store, recipe.run.remote_folder)
+        for turn, store in zip(recipe.turns(store_path), stores, strict=True)
+    ]
     own_subjects(run)  # raises if a store does not have them
     evaluation = Evaluation(run, warn) if recipe.data.holdout and recipe.run.evaluate_every else None
     _log_settings(run)

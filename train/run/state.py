@@ -36,6 +36,7 @@ from ..weights.init_from import FrozenWeights, hash_of, initial_weights
 from ..weights.sources import lasting_source, read_snapshot, source_warnings
 from .data import buckets_at, build_loader, null_captions, stored_null
 from .fit import model_for_stores
+from .manifest import StoreRead
 
 
 @dataclass(kw_only=True)
@@ -53,6 +54,7 @@ class Run:
       feature_specs: of the image features that the techniques read, by name.
       frozen: the weights that adapters belong to.
       origin: description of the first weights.
+      reads: the stores as ``run.json`` records them, in the same order.
       stores: of the recipe, in order; none in a measurement on synthetic batches, which has no loader either.
       extra: what a snapshot stores beside its tensors.
       changed: settings that this start has changed by ``--continue-with``: by key, the old and the new value.
@@ -76,6 +78,7 @@ class Run:
     frozen: FrozenWeights | None = None
     origin: str = ""
     stores: list[LatentStore] = field(default_factory=list)
+    reads: list[StoreRead] = field(default_factory=list)
     data: BatchLoader | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)

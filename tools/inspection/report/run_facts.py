@@ -13,12 +13,11 @@ import numpy as np
 from ....datasets.disk.cached import cached_property
 from ....datasets.errors import DamageError, LeanditError
 from ....datasets.recipe import flatten, shipped_recipes
-from ....datasets.store import LatentStore
 from ....datasets.units import plural
 from ....train.config import PACKAGE, load
 from ....train.metrics.history import read_history, read_starts, whole_lines
 from ....train.run.evaluation.decoding import IMAGE, LATENTS, grid_files
-from ....train.run.manifest import StoreRead, read_run_manifest
+from ....train.run.manifest import RunManifest, StoreRead, read_run_manifest, reopen_store, store_place
 from ....train.run.settings import read_stored_recipe
 from ....train.weights.folders import CHECKPOINT, EVALUATIONS, RECIPE, RUN, SAMPLES, find
 from ..templating import Rows
@@ -56,7 +55,7 @@ class RunFacts:
         shipped = self.starts[0].recipe if self.starts else ""
         self.shipped = shipped if shipped in shipped_recipes(PACKAGE) else ""  # that it was started with; "": another
         self.changed = differing(load(shipped, []).model_dump(), self.recipe) if self.shipped else []
-        self.stores = [_describe_store(run, store) for store in manifest.stores]
+        self.stores = [_describe_store(run, manifest, store) for store in manifest.stores]
         self.evaluations = _read_evaluations(run)
         self.grids = grid_files(run / SAMPLES, IMAGE)  # decoded ones, by step
         self.num_waiting = len(grid_files(run / SAMPLES, LATENTS))
@@ -172,13 +171,14 @@ def _side(side: Any) -> str:
     return f"{side.get('kind', '')} {side.get('path', '')}" + (f" ({', '.join(parts)})" if parts else "")
 
 
-def _describe_store(run: Path, read: StoreRead) -> Rows:
+def _describe_store(run: Path, manifest: RunManifest, read: StoreRead) -> Rows:
     """What the run reads of a store, and what the store itself says where it can be opened."""
-    path = (run / read.path).resolve()
-    rows = {"path": [str(path)]}
+    rows = {"URL" if read.is_url else "path": [store_place(run, read)]}
+    if read.remote_folder:
+        rows["local copy"] = [read.remote_folder]
     rows["revision"] = [f"{read.revision}, root hash {read.root_hash or 'none, it was not complete'}"]
     try:
-        store = LatentStore(path, revision=read.revision, allow_incomplete=True)
+        store = reopen_store(run, manifest, read, revision=read.revision)
     except (LeanditError, OSError) as error:
         return rows | {"not opened": [str(error)]}
     if read.root_hash and store.root_hash != read.root_hash:
