@@ -44,7 +44,7 @@ from .planning.opening import (
     newest_plan,
 )
 from .planning.planner import Planner
-from .planning.self_check import NUM_IMAGES, check_autoencoder
+from .planning.self_check import NUM_IMAGES, check_encoders
 from .run.bottleneck import CHECK, LOAD, PLAN, StageTime, stage_times
 from .run.clock import Progress, StageClock
 from .run.tasks import Runner
@@ -307,16 +307,18 @@ class Stage1:
         return source
 
     def check(self, plan: FrozenPlan) -> SelfCheck | None:
-        """Check the autoencoder before a plan is frozen; None if the recipe wants no check. Raises: EncoderError."""
-        encoder, min_psnr_db = self.runner.encoders.image, self.recipe.vae.min_psnr
-        if min_psnr_db and not encoder.has_decoder:
-            self.say("self-check: the autoencoder has no decoder, so vae.min_psnr has no effect")
-        if not min_psnr_db or not encoder.has_decoder:
+        """Check the encoders of images before a plan is frozen; None if the recipe wants no check.
+
+        Raises: EncoderError.
+        """
+        if not self.recipe.vae.min_psnr:
             return None
+        if not self.runner.encoders.image.has_decoder:
+            self.say("self-check: the autoencoder has no decoder, so vae.min_psnr has no effect")
         with self.runner.clock.measure(CHECK):
-            return check_autoencoder(
-                *(plan, encoder, self.runner.decoders, self.runner.source),
-                min_psnr_db=min_psnr_db,
+            return check_encoders(
+                *(plan, self.runner.encoders, self.runner.decoders, self.runner.source),
+                min_psnr_db=self.recipe.vae.min_psnr,
                 say=self.say,
                 progress=lambda done: self.progress("self-check", done, NUM_IMAGES),
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +15,10 @@ from ...datasets.errors import EncoderError
 from ...datasets.remote.failures import one_line
 
 _Output = TypeVar("_Output")
+
+NUM_PROBES = 2
+PROBE_BLOCKS = 16  # of each side
+PROBED = "a black image and for one of coloured blocks"
 
 # Of each logger, what begins a note about unused weights or keys, which published models have.
 NOISE = {
@@ -78,10 +82,25 @@ class Pretrained:
     Args:
       dtype: that it computes in.
       load: the model in a dtype, on the CPU.
+      where: key of the recipe and folder, for messages.
+      dtype_key: key of the dtype in the recipe.
+    Attributes:
+      may_be_constant: its outputs need not depend on the image.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, load: Callable[[torch.dtype], Any]) -> None:
+    may_be_constant = False
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        load: Callable[[torch.dtype], Any],
+        *,
+        where: str,
+        dtype_key: str,
+    ) -> None:
         self._dtype, self._device, self._load = dtype, device, load
+        self._where, self._dtype_key = where, dtype_key
         self._model: Any = None
         self._exact: Any = None
 
@@ -89,6 +108,44 @@ class Pretrained:
     def device(self) -> torch.device:
         """Device of the model."""
         return self._device
+
+    @property
+    def label(self) -> str:
+        """The model and the dtype that it computes in, for messages."""
+        return f'{self._where}, {self._dtype_key} = "{str(self._dtype).removeprefix("torch.")}"'
+
+    def nonfinite_message(self, tried: str, *, is_finite_in_float32: bool) -> str:
+        """What to say of a model that gives NaN or infinity for all images that were tried."""
+        if is_finite_in_float32:
+            advice = f'In float32 it does not: set {self._dtype_key} = "float32", or "bfloat16".'
+        else:
+            also = "" if self._dtype == torch.float32 else "In float32 it does too. "
+            advice = f"{also}Its weights are damaged: fetch or save the model again, or use another."
+        return f"{self.label}: it gives NaN or infinity for {tried}. Nothing was written. {advice}"
+
+    def constant_message(self, tried: str) -> str:
+        """What to say of a model that gives the same for all images that were tried."""
+        return (
+            f"{self.label}: it gives the same for {tried}, although they differ. Nothing was written. Its weights are "
+            "damaged or empty: fetch or save the model again, or use another."
+        )
+
+    def check_probes(self, encode: Callable[[np.ndarray], list[np.ndarray]], side_px: int) -> list[np.ndarray]:
+        """Encode a black image and one of blocks in all colours.
+
+        Args:
+          encode: outputs, (B, ...) each, for (B, side_px, side_px, 3) uint8 pixels.
+        Returns: the outputs.
+        Raises: EncoderError: they are not finite, or the same for both.
+        """
+        outputs = encode(probes(side_px))
+        if not any(is_finite([output[i] for output in outputs]) for i in range(NUM_PROBES)):
+            with self.in_float32():
+                exact = encode(probes(side_px))
+            raise EncoderError(self.nonfinite_message(PROBED, is_finite_in_float32=is_finite(exact)))
+        if not self.may_be_constant and all(np.array_equal(output[0], output[1]) for output in outputs):
+            raise EncoderError(self.constant_message(PROBED))
+        return outputs
 
     def _on_device(self, model: Any) -> Any:
         return model.to(self._device)
@@ -117,6 +174,19 @@ class Pretrained:
             if self._exact is not None:
                 self._exact.to("cpu")
             self._model, self._dtype = self._on_device(model) if makes_room else model, dtype
+
+
+def probes(side_px: int) -> np.ndarray:
+    """A black image, and one of blocks in all colours; (2, side_px, side_px, 3) uint8."""
+    colours = np.random.default_rng(0).integers(0, 256, (PROBE_BLOCKS, PROBE_BLOCKS, 3), np.uint8)
+    places = np.arange(side_px) * PROBE_BLOCKS // side_px
+    blocks = colours[places][:, places]
+    return np.stack([np.zeros_like(blocks), blocks])
+
+
+def is_finite(outputs: Sequence[np.ndarray]) -> bool:
+    """All numbers of some arrays are finite."""
+    return all(bool(np.isfinite(output).all()) for output in outputs)
 
 
 def encode_if_it_fits(encode: Callable[[np.ndarray], _Output], pixels: np.ndarray) -> _Output | None:

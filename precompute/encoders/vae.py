@@ -31,6 +31,7 @@ LOG = logging.getLogger(__name__)
 CPU_BATCH = 32  # on a CPU more rows in a forward are no faster
 MAX_BATCH = 256
 MAX_BATCH_BYTES = 96 << 20  # of decoded pixels: up to eight batches are in host memory
+SMALL_PX = 64
 PROBE_PX = 256  # a multiple of every published downscale up to 128
 
 
@@ -42,7 +43,7 @@ class ImageEncoder(Pretrained):
       device: of the model.
     Attributes:
       fixed_side_px: side of the only images that it takes, squares; None for any.
-    Raises: EncoderError: missing, without weights, or not an autoencoder.
+    Raises: EncoderError: missing, without weights, not an autoencoder, or its latents are not finite or always equal.
     """
 
     def __init__(self, section: VaeSection, device: torch.device) -> None:
@@ -70,7 +71,7 @@ class ImageEncoder(Pretrained):
             return model, loading
 
         # In float32 first, so that the recipe's dtype does not round a batch norm.
-        super().__init__(torch.float32, device, lambda _: self._tiled(load()[0]))
+        super().__init__(torch.float32, device, lambda _: self._tiled(load()[0]), where=place, dtype_key="vae.dtype")
         loaded, loading = load()
         if left_out := sorted(key for key in loading["unexpected_keys"] if not key.startswith(DECODER)):
             raise EncoderError(
@@ -85,6 +86,7 @@ class ImageEncoder(Pretrained):
         self._dtype = getattr(torch, dtype)
         torch.nn.Module.to(self._model, self._dtype)  # diffusers' own method would warn
         self._tiled(self._model)
+        self.check_probes(lambda pixels: [self.encode(pixels)], self.fixed_side_px or max(SMALL_PX, 2 * self.downscale))
         LOG.info("%s (%s) computes in %s on %s", place, name, dtype, device)
         self.identity = files.identity(name, dtype, "diffusers")
 

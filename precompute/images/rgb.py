@@ -123,7 +123,9 @@ def _composited(image: Image.Image, profile: bytes | None) -> tuple[Image.Image,
     """RGB pixels in sRGB, on white where they are transparent; and whether the profile could not be used."""
     has_alpha = image.mode in ALPHA_MODES or "transparency" in image.info
     rgba = None
-    if has_alpha:
+    if has_alpha and image.mode == "RGBA":
+        rgba = image  # without a copy, for which a large photograph has no memory
+    elif has_alpha:
         # Pillow converts La to RGBA only through LA.
         rgba = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
     if profile is None and rgba is None:

@@ -1,15 +1,17 @@
-"""The autoencoder proves itself before a plan is frozen: images of the source go to the model's input and back.
+"""The encoders prove themselves before a plan is frozen: images of the source go to the model's input and back.
 
     pixels -> stored row -> latent of the model -> raw latent -> decoder -> pixels
 
 The round trip finds what does not cancel in it: pixels in another range, halves that do not belong together, a row that
-its dtype cannot hold. Shift and scale do cancel, so mean and deviation of the model's input are printed beside it.
+its dtype cannot hold. Before it, outputs that are not finite or do not depend on the image are found. Shift and scale
+do cancel, so mean and deviation of the model's input are printed beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 import pyarrow as pa
@@ -19,14 +21,17 @@ from xxhash import xxh3_64_intdigest
 from ...datasets.batches.latents import denormalise, mean_latents
 from ...datasets.errors import EncoderError, RecordRejected, ResourceError
 from ...datasets.format.buckets import bucket_size
+from ...datasets.format.row_layout import LATENTS
 from ...datasets.format.schema import CheckedImage, SelfCheck
 from ...datasets.revisions import latent_statistics
 from ...datasets.revisions.latent_statistics import MEAN_LIMIT, STD_LIMITS
 from ...datasets.revisions.plan import FrozenPlan
+from ..encoders.loading import Encoders
+from ..encoders.pretrained import is_finite
 from ..encoders.vae import ImageEncoder
 from ..images.decoders import Decoders
 from ..run.clock import StageClock
-from ..run.columns import OWN, encode_batch, latent_column, stored_row
+from ..run.columns import OWN, Column, EncodedBatch, encode_batch, image_columns, stored_row
 from ..run.inputs import ImageReader
 from ..sources.source import OpenedSource
 
@@ -37,6 +42,28 @@ MAX_PSNR_DB = 100.0  # of an image that comes back exactly
 CLEARLY_BETTER_DB = 6.0
 NAMED_CHANNELS = 16  # with more channels, only the range is printed
 STD_KEYS, MEAN_KEYS = "scaling_factor, latents_std", "shift_factor, latents_mean"  # of a VAE's config
+
+
+@dataclass(frozen=True)
+class EncodedImage:
+    """An image of the source and what the encoders made of it.
+
+    Args:
+      bucket: its name.
+      position: in the records table.
+      pixels: (height_px, width_px, 3) uint8.
+      encoded: outputs of each column.
+    """
+
+    key: str
+    bucket: str
+    position: int
+    pixels: np.ndarray
+    encoded: EncodedBatch
+
+    def outputs(self, number: int) -> list[np.ndarray]:
+        """(1, ...) float32 outputs of a column."""
+        return self.encoded.outputs[number][0][0] or []
 
 
 @dataclass(frozen=True)
@@ -54,9 +81,9 @@ class RoundTrip:
     latent: np.ndarray
 
 
-def check_autoencoder(
+def check_encoders(
     plan: FrozenPlan,
-    encoder: ImageEncoder,
+    encoders: Encoders,
     decoders: Decoders,
     source: OpenedSource,
     *,
@@ -64,23 +91,31 @@ def check_autoencoder(
     say: Callable[[str], None],
     progress: Callable[[int], None],
 ) -> SelfCheck | None:
-    """Send images of a plan through the autoencoder and back.
+    """Encode images of a plan, and send them through the autoencoder and back.
 
     Args:
       plan: not frozen yet.
       min_psnr_db: of the median image.
       say: called with the figures, and with a warning about a channel far from mean 0 and deviation 1.
       progress: called with the number of images done.
-    Returns: None if none of the images that were tried can be decoded.
-    Raises: EncoderError: below ``min_psnr_db``; its message says the likely mistake. ResourceError: out of memory.
+    Returns: None if the autoencoder has no decoder, or none of the images that were tried can be decoded.
+    Raises: EncoderError: an encoder gives NaN, infinity or the same for every image, or the median is below
+      ``min_psnr_db``; its message says the likely mistake. ResourceError: out of memory.
     """
-    trips: list[RoundTrip] = []
+    columns = [column for column in image_columns(encoders, plan.spec.latent).values() if column.image == OWN]
+    images: list[EncodedImage] = []
     for position in checked_positions(plan):
-        if trip := _round_trip(plan, position, encoder, decoders, source):
-            trips.append(trip)
-            progress(len(trips))
-        if len(trips) == NUM_IMAGES:
+        image = _encoded_image(plan, position, columns, decoders, source)
+        if image:
+            images.append(image)
+            progress(len(images))
+        if len(images) == NUM_IMAGES:
             break
+    for number, column in enumerate(columns):
+        _check_outputs(column, images, number, encoders, plan)
+    if not encoders.image.has_decoder:
+        return None
+    trips = [trip for image in images if (trip := _round_trip(plan, image, columns, encoders.image))]
     if not trips:
         say("self-check: none of the images tried can be decoded, so the VAE was not checked")
         return None
@@ -112,30 +147,84 @@ def checked_positions(plan: FrozenPlan) -> Iterator[int]:
     yield from (int(candidates[i]) for _, i in hashed[:ATTEMPTS])
 
 
-def _round_trip(
-    plan: FrozenPlan, position: int, encoder: ImageEncoder, decoders: Decoders, source: OpenedSource
-) -> RoundTrip | None:
-    """One record; None if it is rejected, as it will be when it is encoded."""
-    row, spec = plan.records.slice(position, 1).to_pylist()[0], plan.spec.latent
+def _encoded_image(
+    plan: FrozenPlan, position: int, columns: Sequence[Column], decoders: Decoders, source: OpenedSource
+) -> EncodedImage | None:
+    """One record, encoded; None if it is rejected, as it will be when the store is made."""
+    row = plan.records.slice(position, 1).to_pylist()[0]
     reader = ImageReader(plan.spec.images, source, decoders, StageClock())
     place = row["source_path"], row["source_offset"], row["source_bytes"]
     image = reader.decode_planned(place, (row["height_px"], row["width_px"]), bucket_size(row["bucket"]))
     if isinstance(image, RecordRejected):
         return None
+    views = {OWN: [image.pixels[None]]}
+    encoded = encode_batch(views, columns, max_rows=1)
+    if any(of_views[0][0] is None for of_views in encoded.outputs):  # out of memory
+        return None
+    return EncodedImage(row["key"], row["bucket"], position, np.asarray(image.pixels), encoded)
+
+
+def _check_outputs(
+    column: Column, images: Sequence[EncodedImage], number: int, encoders: Encoders, plan: FrozenPlan
+) -> None:
+    """Check that an encoder, and the dtype of its rows, can do at least one of the images.
+
+    Args:
+      number: of the column.
+    Raises: EncoderError: it gives NaN or infinity for all of them, or the same whatever the image.
+    """
+    if not images:
+        return
+    is_latent = column.group == LATENTS
+    key = "vae" if is_latent else f"features.{column.group}"
+    model = encoders.image if is_latent else encoders.features[column.group]
+    tried = f"all {len(images)} images of the source that were tried" if len(images) > 1 else "the image that was tried"
+    outputs = [image.outputs(number) for image in images]
+    if not any(map(is_finite, outputs)):
+        is_exact_finite = is_finite(column.encode_exactly(images[0].pixels[None]))
+        raise EncoderError(model.nonfinite_message(tried, is_finite_in_float32=is_exact_finite))
+    if not model.may_be_constant and _ignores_images(images, outputs):
+        raise EncoderError(model.constant_message(tried))
+    positions = np.array([images[0].position])
+    rows = [column.narrow(of_image, positions) for of_image in outputs]
+    if not any(map(is_finite, rows)):
+        largest = max(float(np.abs(output).max()) for of_image in outputs for output in of_image)
+        store_key = f'store.dtype = "{plan.spec.latent.dtype}"' if is_latent else f"{key}.dtype"
+        raise EncoderError(
+            f"{model.label}: its outputs reach {largest:.3g} for {tried}, which {store_key} cannot hold. Nothing was "
+            'written. Set store.dtype = "float32", or check the weights of the model.'
+        )
+
+
+def _ignores_images(images: Sequence[EncodedImage], outputs: Sequence[list[np.ndarray]]) -> bool:
+    """Images of one size that differ all have equal outputs."""
+    pairs = [
+        (i, j)
+        for i, j in combinations(range(len(images)), 2)
+        if images[i].bucket == images[j].bucket and not np.array_equal(images[i].pixels, images[j].pixels)
+    ]
+    return bool(pairs) and all(
+        np.array_equal(one, other) for i, j in pairs for one, other in zip(outputs[i], outputs[j], strict=True)
+    )
+
+
+def _round_trip(
+    plan: FrozenPlan, image: EncodedImage, columns: Sequence[Column], encoder: ImageEncoder
+) -> RoundTrip | None:
+    """What comes back of an image; None if it is rejected, as it will be when the store is made."""
+    spec, views = plan.spec.latent, {OWN: [image.pixels[None]]}
     try:
-        columns, views = [latent_column(encoder, spec)], {OWN: [image.pixels[None]]}
-        encoded = encode_batch(views, columns, max_rows=1)
-        stored = stored_row(encoded, 0, views, position, columns)
+        stored = stored_row(image.encoded, 0, views, image.position, columns)
         if isinstance(stored, RecordRejected):
             return None
         latent = mean_latents(torch.from_numpy(stored.rows[0][0][None]), spec)
         after = encoder.decode(denormalise(latent, spec).numpy())[0]
     except torch.OutOfMemoryError as error:
         raise ResourceError(
-            f"vae.min_psnr: the self-check decodes one image of {row['bucket']} px, which does not fit into the "
+            f"vae.min_psnr: the self-check decodes one image of {image.bucket} px, which does not fit into the "
             f"memory of {encoder.device}. Set vae.min_psnr = 0 for no check, or vae.tile_px."
         ) from error
-    return RoundTrip(row["key"], np.asarray(image.pixels), after, latent[0].numpy())
+    return RoundTrip(image.key, image.pixels, after, latent[0].numpy())
 
 
 def _measure(trips: list[RoundTrip]) -> SelfCheck:

@@ -85,7 +85,8 @@ class CaptionEncoder(Pretrained):
         check_request(section, config, files.folder)
         self._folder, self._weights = files.folder, files.weights
         family, dtype = FAMILIES[section.kind], arithmetic(section.dtype, device)
-        super().__init__(getattr(torch, dtype), device, self._loaded)
+        where = f"text.model '{files.folder}'"
+        super().__init__(getattr(torch, dtype), device, self._loaded, where=where, dtype_key="text.dtype")
         self._section = section
         self._layers = [] if section.output == "pooled" else section.layers or list(family.layers)
         self._is_masked = family.masked and not section.attend_padding
@@ -203,7 +204,10 @@ class CaptionEncoder(Pretrained):
 
     def _check_finite(self, encoded: EncodedCaptions, captions: Sequence[str]) -> None:
         for i in np.flatnonzero(~encoded.is_finite).tolist():
-            raise EncoderError(f"text.model: {nonfinite_caption(captions[i], self._class_name)}. Check its weights.")
+            raise EncoderError(
+                f"{self.label}: {nonfinite_caption(captions[i], self._class_name)}. Its weights are damaged: fetch or "
+                "save the model again, or use another."
+            )
 
     @torch.inference_mode()
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor, stored: list[int]) -> EncodedCaptions:
@@ -228,7 +232,7 @@ class CaptionEncoder(Pretrained):
         options: dict[str, Any] = EAGER if self._is_capped else {}
         if self._section.kind == "causal_lm":
             options = options | self._language_model_alone()
-        where = f"text.model '{self._folder}'"
+        where = self._where
         # Loaded in its dtype, not cast after: T5 keeps "wo" in float32 when the rest is float16.
         model = load_transformer(self._class_name, self._folder, dtype, where, **options)
         attention, name = getattr(model.config, "_attn_implementation", "its own"), str(dtype).removeprefix("torch.")

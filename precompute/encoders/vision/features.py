@@ -47,7 +47,8 @@ class FeatureEncoder(Pretrained):
       device: of the model.
       name: of the section, for messages.
     Raises:
-      EncoderError: missing, without weights or preprocessor, or of another kind.
+      EncoderError: missing, without weights or preprocessor, of another kind, or its tokens are not finite or always
+        equal.
       RecipeError: the model has no such layer or no class token.
     """
 
@@ -75,7 +76,8 @@ class FeatureEncoder(Pretrained):
                 resample_positions(loaded, family, files.where)
             return loaded
 
-        super().__init__(getattr(torch, dtype), device, load_weights)
+        dtype_key = f"features.{name}.encoder_dtype"
+        super().__init__(getattr(torch, dtype), device, load_weights, where=files.where, dtype_key=dtype_key)
         self._model = self._on_device(load_weights(self._dtype))
         self._spec = feature_spec(self._model.config, section, images_px, what)
         registers = getattr(self._model.config, "num_register_tokens", 0)
@@ -83,6 +85,8 @@ class FeatureEncoder(Pretrained):
         self._mean, self._std = (
             torch.tensor(numbers, dtype=torch.float32, device=device)[:, None, None] for numbers in (mean, std)
         )
+        self.may_be_constant = section.layer == 0  # before the first block, the class token depends on no image
+        self.check_probes(self.encode, images_px)
         LOG.info("%s (%s) computes in %s on %s", files.where, family.class_name, dtype, device)
         known = config.get("vision_config", config) | {"image_mean": mean, "image_std": std}
         self.identity = files.identity(family.class_name, dtype, "transformers", config=known)
