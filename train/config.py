@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, mode
 from ..datasets.effects import check_overrides, unread_notes
 from ..datasets.errors import RecipeError
 from ..datasets.recipe import Caption, Count, Positive, Section, Share, load_recipe
-from .data_recipe import DataSection, StoreSection, Turn
+from .data_recipe import DataSection, SampleShift, StoreSection, Turn
 from .effects import CONDITIONS
 from .techniques.registry import ObjectiveSection, TechniqueSections, techniques_of
 
@@ -208,6 +208,9 @@ class RunSection(Section):
     """Sampler steps of the grid."""
     sample_guidance: Annotated[float, Field(ge=0, le=100)] = 4.0
     """Guidance scale of the grid; 1: none."""
+    sample_shift: SampleShift = "auto"
+    """Shift of the times of grids, `leandit sample` and exports, for "flow". "auto": by the scheduler of
+    model.init_from where it has one, else objective.shift. "resolution": as in objective.shift."""
     wandb: str = ""
     """Weights & Biases project to log to as well; empty: none."""
     revision: Count = 0
@@ -303,6 +306,8 @@ def _contradictions(recipe: TrainRecipe) -> Iterator[str]:
         yield "run.sample_guidance needs conditioning.drop above 0; without it set it to 1"
     if recipe.run.skip_nonfinite and recipe.run.precision == "fp16":
         yield "run.skip_nonfinite: with run.precision fp16 the loss scale skips updates; leave it 0, or use bf16"
+    if recipe.run.sample_shift != "auto" and recipe.objective.kind != "flow":
+        yield 'run.sample_shift is for objective.kind = "flow"; leave it out'
     if recipe.run.sample_captions and not recipe.takes_captions:
         yield f"run.sample_captions: model '{recipe.model.name}' takes labels; leave them out"
     if recipe.optimizer.lr_base_batch and recipe.data.batch_tokens:

@@ -12,6 +12,8 @@ from pydantic import Field, model_validator
 
 from ..datasets.recipe import Count, Section, Share
 
+SampleShift = Literal["auto", "resolution"] | Annotated[float, Field(gt=0)]
+
 
 class Objective(Section):
     """What the model learns, without what techniques add."""
@@ -30,8 +32,9 @@ class Objective(Section):
     """For "logit_normal": mean of the logit; above 0 is towards noise."""
     time_std: Annotated[float, Field(gt=0)] = 1.0
     """For "logit_normal": standard deviation of the logit."""
-    shift: Annotated[float, Field(gt=0)] = 1.0
-    """Shift of the times of "flow" towards noise: t' = s t / (1 + (s - 1) t)."""
+    shift: Literal["resolution"] | Annotated[float, Field(gt=0)] = 1.0
+    """Shift s of the times of "flow" towards noise: t' = s t / (1 + (s - 1) t). "resolution": what the pipeline of the
+    model computes from the size of the images, for each bucket (FLUX.1, FLUX.2, Qwen-Image, Z-Image, SD3)."""
     cosine_weight: Annotated[float, Field(ge=0)] = 0.0
     """For "flow": weight of 1 - cosine between velocity and target over the channels (LightningDiT: 1)."""
 
@@ -39,6 +42,8 @@ class Objective(Section):
     def _keys_of_the_other_kind_are_not_set(self) -> Objective:
         if self.kind == "flow" and (self.predict, self.variance, self.min_snr_gamma) != ("epsilon", "learned", 0.0):
             raise ValueError('predict, variance and min_snr_gamma are keys of kind = "ddpm"; "flow" has none of them')
+        if self.kind == "ddpm" and self.shift == "resolution":
+            raise ValueError('shift is a key of kind = "flow"; the steps of "ddpm" are not shifted')
         if self.kind == "ddpm" and self.cosine_weight:
             raise ValueError('cosine_weight is a key of kind = "flow"; "ddpm" has no velocity')
         return self

@@ -23,6 +23,7 @@ from .models.conditioning import Microbatch, select
 from .objectives.losses import PLAIN, draw, draw_dropped, objective_losses, time_share
 from .optim.build import learning_rate
 from .run.state import Run
+from .sampling.shift import objective_at
 from .techniques.technique import Draw
 
 LOG = logging.getLogger(__name__)
@@ -93,7 +94,8 @@ def prepare(run: Run, batch: Batch, step: int) -> Microbatch:
     more = dict[str, Draw]()
     for technique in run.techniques:
         more |= technique.draws(run.spec, math.prod(grid), step)
-    draws = draw(recipe.objective, tuple(batch.latents.shape[1:]), more, **where)
+    objective = objective_at(run.spec, recipe.objective, math.prod(grid))
+    draws = draw(objective, tuple(batch.latents.shape[1:]), more, **where)
     dropped = draws.pop("drop") < recipe.conditioning.drop
     if run.conditioner.changes_lengths:
         dropped = draw_dropped(recipe.conditioning.drop, seed=recipe.run.seed, step=step, rows=rows)

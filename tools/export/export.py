@@ -196,13 +196,15 @@ def diffusers_files(snapshot: Snapshot, copies: Mapping[str, Path], vae: bytes) 
     """
     family = family_of(snapshot.spec.name)
     takes_flow = family is not None and FAMILIES[family].samples_flows
-    scheduler = pipeline_scheduler(snapshot.objective, takes_flow_match=takes_flow)
+    scheduler = pipeline_scheduler(
+        snapshot.spec, snapshot.objective, snapshot.sample_shift, takes_flow_match=takes_flow
+    )
     config, weights = transformer_of(snapshot)
     weights = {name: tensor.contiguous() for name, tensor in weights.items()}
     yield "transformer/config.json", canonical_json(config)
     yield "transformer/diffusion_pytorch_model.safetensors", safetensors_of(weights, {"format": "pt"})
-    yield "scheduler/scheduler_config.json", scheduler.to_json_string().encode()
-    yield "model_index.json", canonical_json(index_of(snapshot, type(scheduler).__name__, copies))
+    yield "scheduler/scheduler_config.json", canonical_json(scheduler)
+    yield "model_index.json", canonical_json(index_of(snapshot, scheduler["_class_name"], copies))
     for name, folder in copies.items():
         if name == "vae":
             yield "vae/config.json", vae

@@ -76,6 +76,7 @@ def load_published(source: Path, request: SampleRequest, device: torch.device, *
         model=prepare_model(model, device, compiled=compiled),
         spec=spec,
         objective=recipe.objective,
+        sample_shift=recipe.run.sample_shift,
         latent=store.latent,
         text=store.text,
         conditioner=Conditioner(spec, null, null_pooled=null_pooled),

@@ -62,7 +62,8 @@ class SampleRequest:
         Option(help="flow: euler, heun, dpm, sde. ddpm: ddim, dpm, ddpm."),
     ] = "auto"
     shift: Annotated[
-        float | None, Option(min=0.01, help="Shift of flow times towards noise; default: the training shift.")
+        float | None,
+        Option(min=0.01, help="Shift of flow times towards noise; default: run.sample_shift."),
     ] = None
     diffusion: Annotated[
         Literal["sigma", "linear", "constant", "decreasing", "increasing-decreasing"],

@@ -93,7 +93,7 @@ def sample_set(
 def describe(sampler: ImageSampler) -> dict[str, Any]:
     """Everything that determines the images of a set."""
     request = sampler.request
-    more: dict[str, Any] = {} if request.shift is None else {"shift": request.shift}
+    more: dict[str, Any] = {} if sampler.shift is None else {"shift": sampler.shift}
     if sampler.sampler == "sde":
         more |= {"diffusion": request.diffusion, "last_step": request.last_step}
     return more | {

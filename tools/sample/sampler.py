@@ -104,6 +104,7 @@ class ImageSampler:
             pixels, self.bucket, cropped = read_own_image(request.image, buckets)
             self._warnings.append(cropped)
             own_image = normalise(torch.from_numpy(self.decoder.encode(pixels[None])), snapshot.latent)
+        self.shift = self._choose_shift()
         self.decoder.check_size(*bucket_size(self.bucket))  # before images are drawn
         self.subjects = Subjects(snapshot, run, request, device, evenly=evenly, bucket=self.bucket, own_image=own_image)
 
@@ -120,8 +121,18 @@ class ImageSampler:
             "bucket": self.bucket,
             "sampler": self.sampler,
             "guidance": self.guidance,
+            "shift": self.shift,
             "warning": "; ".join(filter(None, [*self._warnings, *self.subjects.warnings])) or None,
         }
+
+    def _choose_shift(self) -> float | None:
+        """The shift of the times of a flow for the bucket; None for "ddpm", which has none."""
+        if self.snapshot.objective.kind != "flow":
+            return None
+        height_px, width_px = bucket_size(self.bucket)
+        step = self.snapshot.latent.downscale * patch_of(self.snapshot.spec)
+        tokens = (height_px // step) * (width_px // step)
+        return round(self.snapshot.shift_of(self.solver).at(tokens, self.solver.steps), 4)
 
     def draw(self, numbers: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
         """Draw images, each by its number and the seed: the number, and (height_px, width_px, 3) uint8.

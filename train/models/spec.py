@@ -108,6 +108,7 @@ class ModelSpec(Frozen):
       guidance: that a distilled model takes as an input.
       pads_null: a dropped caption keeps its length, and the first rows of the padded null replace its tokens (PixArt,
         Sana); else null's own tokens alone replace it, as the pipelines of Qwen-Image and Z-Image ask for it.
+      scheduler: config of the scheduler that the weights came with, with ``_class_name``; empty: they came without one.
       reference: companion of the store whose latents it sees beside the noisy ones; empty: none.
     """
 
@@ -126,6 +127,7 @@ class ModelSpec(Frozen):
     texts: tuple[TextInput, ...] = ()
     guidance: float = 1.0
     pads_null: bool = True
+    scheduler: dict[str, Any] = {}
     reference: str = ""
 
     def __hash__(self) -> int:

@@ -36,7 +36,11 @@ def num_outputs(section: Objective, channels: int) -> int:
 
 
 def draw_times(section: Objective, count: int, generator: torch.Generator) -> Tensor:
-    """Times of a batch, (B,) float32: whole numbers 0..999 for "ddpm", 0..1 for "flow"."""
+    """Times of a batch, (B,) float32: whole numbers 0..999 for "ddpm", 0..1 for "flow".
+
+    Args:
+      section: with a shift for the size of the batch, as ``objective_at`` makes it.
+    """
     device = generator.device
     if section.kind == "ddpm":
         return torch.randint(TRAIN_STEPS, (count,), generator=generator, device=device).float()
@@ -45,6 +49,7 @@ def draw_times(section: Objective, count: int, generator: torch.Generator) -> Te
     else:  # logit-normal (Esser et al. 2024, equation 19)
         normal = torch.randn(count, generator=generator, device=device)
         t = (section.time_mean + section.time_std * normal).sigmoid()
+    assert section.shift != "resolution", "objective_at makes it a number"
     return section.shift * t / (1 + (section.shift - 1) * t)  # Esser et al. 2024, equation 23
 
 

@@ -30,7 +30,7 @@ from ..models.dit_dh import is_dit_dh
 from ..models.spec import AdapterSpec, DiTOptions, ModelSpec, ProjectorSpec, TextInput
 from ..objectives.losses import num_outputs
 from ..techniques.registry import features_of, routed_blocks, techniques_of
-from ..weights.sources import position_grid, read_config
+from ..weights.sources import position_grid, read_config, read_scheduler
 
 
 class Place(NamedTuple):
@@ -133,6 +133,11 @@ def _spec(recipe: TrainRecipe, store: StoreSpec, learned: ModelSpec | None) -> M
     # Latent side whose tokens are one position apart: the store's, or that which a DiT's weights have learned.
     base_size = store.images.resolution_px // store.latent.downscale
     config: dict[str, Any] = {}
+    scheduler: dict[str, Any] = {}
+    if learned:
+        scheduler = learned.scheduler
+    elif source:
+        scheduler = read_scheduler(source)
     if learned:
         base_size = learned.base_size
         config = learned.config
@@ -158,6 +163,7 @@ def _spec(recipe: TrainRecipe, store: StoreSpec, learned: ModelSpec | None) -> M
         adapter=adapter,
         texts=texts,
         guidance=recipe.model.guidance,
+        scheduler=scheduler,
         pads_null=FAMILIES[family].pads_null if family else True,
         reference=recipe.model.reference,
         config=config,
@@ -188,6 +194,14 @@ def _contradictions(recipe: TrainRecipe) -> Iterator[str]:
         if recipe.conditioning.kind == ("label" if family else "caption"):
             takes = "captions" if family else "labels"
             yield f"conditioning.kind '{recipe.conditioning.kind}': model '{name}' takes {takes}. Use a DiT, or 'auto'."
+    pipeline_shifts = family is not None and FAMILIES[family].resolution_shift is not None
+    for key, shift in (("objective.shift", recipe.objective.shift), ("run.sample_shift", recipe.run.sample_shift)):
+        if shift == "resolution" and not pipeline_shifts:
+            families = ", ".join(name for name, kind in FAMILIES.items() if kind.resolution_shift)
+            yield (
+                f"{key} 'resolution': the pipeline of model '{name}' computes no shift from the size of an image, "
+                f"those of {families} do. Use a number."
+            )
     if recipe.model.reference and not (family and FAMILIES[family].takes_reference):
         yield f"model.reference '{recipe.model.reference}': model '{name}' takes none. Remove the key."
     if not family and recipe.lora.rank:

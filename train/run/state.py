@@ -313,6 +313,7 @@ def snapshot_state(
     return {
         "spec": spec.model_dump(),
         "objective": recipe.objective.model_dump(),
+        "sample_shift": recipe.run.sample_shift,
         "drop": recipe.conditioning.drop,
         "base_knows_null": base_knows_null,
         "latent": latent.model_dump(),

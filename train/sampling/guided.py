@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,12 +13,15 @@ from torch import Tensor
 
 from ...datasets.errors import RecipeError
 from ...datasets.order.shuffle import keyed_hash
-from ..models.build import FAMILIES, family_of
+from ..data_recipe import SampleShift
+from ..models.build import FAMILIES, family_of, patch_of
 from ..models.conditioning import Conditioner, Conditioning, Extras
 from ..models.spec import ModelSpec
 from ..objectives.losses import TRAIN_STEPS
+from ..objectives.shift import TimeShift
 from ..techniques.registry import ObjectiveSection
-from .schedulers import STOCHASTIC, Diffusion, LastStep, Sampler, build_scheduler, choose_sampler
+from .schedulers import STOCHASTIC, Diffusion, LastStep, Sampler, choose_sampler, timed_scheduler
+from .shift import sampling_shift
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Solver:
       guidance: 1 is none; output = null + guidance * (conditional - null).
       interval: guidance only at times from the first to the second, 0 is data and 1 noise.
       guided_channels: guide only the first channels, 3 in DiT's reference; 0: all.
-      shift: of the times of "flow" towards noise; None: that of training.
+      shift: of the times of "flow" towards noise; None: that of the model, see ``SamplingModel``.
       diffusion, last_step: of "sde", as in ``EulerMaruyama``.
       autocast: dtype of the forwards; None: that of the weights.
       tf32: float32 products in TensorFloat-32, on a GPU that has it.
@@ -57,12 +60,20 @@ class SamplingModel:
       model: (noisy latents, time (B,) in 0..1000, conditioning) -> its output.
       objective: that it was trained with.
       conditioner: makes its conditioning, and the null.
+      sample_shift: ``run.sample_shift``, by which the times of a flow are shifted.
     """
 
     model: Callable[..., Any]
     spec: ModelSpec
     objective: ObjectiveSection
     conditioner: Conditioner
+    sample_shift: SampleShift = field(default="auto", kw_only=True)
+
+    def shift_of(self, solver: Solver) -> TimeShift:
+        """The shift of the times that a solver draws a flow at."""
+        if solver.shift is not None:
+            return TimeShift(constant=solver.shift)
+        return sampling_shift(self.spec, self.objective, self.sample_shift)
 
 
 def draw_latents(
@@ -88,8 +99,6 @@ def draw_latents(
     Raises: RecipeError: the sampler is not one of the objective's.
     """
     spec, objective, shape = drawn.spec, drawn.objective, (drawn.spec.channels, *size)
-    if solver.shift is not None:
-        objective = objective.model_copy(update={"shift": solver.shift})
     sampler = choose_sampler(objective, solver.sampler, steps=solver.steps)
     forward, inputs = guided(drawn, conditioning, solver, size), conditioning.inputs
     numbers = range(len(inputs)) if numbers is None else numbers
@@ -99,8 +108,15 @@ def draw_latents(
         for count in (math.prod(shape), spec.class_width)
     ]
     x = torch.cat(noise, dim=1).to(inputs.device)
-    scheduler = build_scheduler(objective, sampler, diffusion=solver.diffusion, last_step=solver.last_step)
-    scheduler.set_timesteps(solver.steps)
+    scheduler = timed_scheduler(
+        objective,
+        sampler,
+        solver.steps,
+        shift=drawn.shift_of(solver) if objective.kind == "flow" else TimeShift(),
+        tokens=math.prod(size) // patch_of(spec) ** 2,
+        diffusion=solver.diffusion,
+        last_step=solver.last_step,
+    )
     noises: dict[str, Any] = {"generator": generators} if sampler in STOCHASTIC else {}
     times = scheduler.timesteps.tolist()
     if objective.kind == "flow" and sampler == "dpm":

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...datasets.errors import RecipeError
+from ..data_recipe import SampleShift
+from ..models.spec import ModelSpec
 from ..objectives.losses import BETA_END, BETA_START, TRAIN_STEPS
+from ..objectives.shift import TimeShift, is_of_flow, parse_scheduler
 from ..techniques.registry import ObjectiveSection
+from .shift import sampling_shift
 
 Sampler = Literal["auto", "euler", "heun", "sde", "ddim", "dpm", "ddpm"]
 SAMPLERS: dict[str, tuple[Sampler, ...]] = {"flow": ("euler", "heun", "dpm", "sde"), "ddpm": ("ddim", "dpm", "ddpm")}
@@ -40,14 +45,59 @@ def choose_sampler(objective: ObjectiveSection, wanted: Sampler, *, steps: int) 
     return wanted
 
 
+def timed_scheduler(
+    objective: ObjectiveSection,
+    sampler: Sampler,
+    steps: int,
+    *,
+    shift: TimeShift,
+    tokens: int,
+    diffusion: Diffusion = "sigma",
+    last_step: LastStep = "mean",
+) -> Any:
+    """The scheduler of a sampler, with the times of so many steps for images of a size.
+
+    Args:
+      shift: of the times of "flow". With Euler's steps they are those of a pipeline that is given
+        ``sigmas=linspace(1, scheduler.sigma_min, steps)``; the other samplers leave out ``shift.terminal``.
+      tokens: of the image.
+      diffusion, last_step: of ``EulerMaruyama``.
+    """
+    factor = shift.at(tokens, steps)
+    if sampler == "euler" and shift.rule != "constant":
+        from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+
+        # A pipeline shifts times by size as they are; a constant shift is already in ``sigma_min``.
+        by_size = FlowMatchEulerDiscreteScheduler(
+            num_train_timesteps=TRAIN_STEPS,
+            use_dynamic_shifting=True,
+            time_shift_type="linear",
+            shift_terminal=shift.terminal or None,  # pyright: ignore[reportArgumentType]
+        )
+        by_size.set_timesteps(sigmas=np.linspace(1, 1 / TRAIN_STEPS, steps).tolist(), mu=factor)
+        return by_size
+    objective = objective.model_copy(update={"shift": factor})
+    scheduler = build_scheduler(objective, sampler, terminal=shift.terminal, diffusion=diffusion, last_step=last_step)
+    scheduler.set_timesteps(steps)
+    return scheduler
+
+
 def build_scheduler(
-    objective: ObjectiveSection, sampler: Sampler, *, diffusion: Diffusion = "sigma", last_step: LastStep = "mean"
+    objective: ObjectiveSection,
+    sampler: Sampler,
+    *,
+    terminal: float = 0.0,
+    diffusion: Diffusion = "sigma",
+    last_step: LastStep = "mean",
 ) -> Any:
     """The scheduler of a sampler of ``SAMPLERS``: diffusers', or ``EulerMaruyama``.
 
     Args:
+      objective: with a number for its shift.
+      terminal: see ``TimeShift``; of "euler" alone.
       diffusion, last_step: of ``EulerMaruyama``.
     """
+    assert objective.shift != "resolution", "a scheduler has a number"
     if sampler == "sde":
         return EulerMaruyama(shift=objective.shift, diffusion=diffusion, last_step=last_step)
     from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
@@ -59,7 +109,8 @@ def build_scheduler(
     shared: dict[str, Any] = {"num_train_timesteps": TRAIN_STEPS}
     dpm: dict[str, Any] = shared | {"algorithm_type": "dpmsolver++", "solver_order": 2}
     if sampler == "euler":
-        return FlowMatchEulerDiscreteScheduler(**shared, shift=objective.shift)
+        more: dict[str, Any] = {"shift_terminal": terminal} if terminal else {}
+        return FlowMatchEulerDiscreteScheduler(**shared, **more, shift=objective.shift)
     if sampler == "heun":
         return FlowMatchHeunDiscreteScheduler(**shared, shift=objective.shift)
     if objective.kind == "flow":  # as Sana draws, with 20 steps
@@ -79,15 +130,55 @@ def build_scheduler(
     return DPMSolverMultistepScheduler(**noise, **first_order)
 
 
-def pipeline_scheduler(objective: ObjectiveSection, *, takes_flow_match: bool) -> Any:
-    """The scheduler in the folder of a pipeline: DDIM for "ddpm", a flow-matching one for "flow".
+def pipeline_scheduler(
+    spec: ModelSpec, objective: ObjectiveSection, sample_shift: SampleShift, *, takes_flow_match: bool
+) -> dict[str, Any]:
+    """The config of the scheduler in the folder of a pipeline, with ``_class_name``.
+
+    That of the weights that the model began with, where it is of the same objective; else DDIM for "ddpm", and a
+    flow-matching one for "flow".
 
     Args:
+      sample_shift: ``run.sample_shift``; unless it is "auto", it replaces that of the weights.
       takes_flow_match: the pipeline supports flow-matching schedulers. DiT's and PixArt's do not; they get DPM-Solver++
         with flow sigmas, which rounds its times to whole numbers.
     """
-    first = SAMPLERS[objective.kind][0] if objective.kind == "ddpm" or takes_flow_match else "dpm"
-    return build_scheduler(objective, first)
+    if sample_shift == "auto" and spec.scheduler and _is_of_objective(spec.scheduler, objective):
+        return spec.scheduler
+    if objective.kind == "ddpm":
+        return _config_of(build_scheduler(objective, SAMPLERS["ddpm"][0]))
+    shift = sampling_shift(spec, objective, sample_shift)
+    if shift.rule == "constant":
+        flow = objective.model_copy(update={"shift": shift.constant})
+        sampler = SAMPLERS["flow"][0] if takes_flow_match else "dpm"
+        return _config_of(build_scheduler(flow, sampler, terminal=shift.terminal))
+    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+
+    by_size = FlowMatchEulerDiscreteScheduler(
+        num_train_timesteps=TRAIN_STEPS,
+        use_dynamic_shifting=True,
+        base_shift=shift.base,
+        max_shift=shift.most,
+        base_image_seq_len=shift.base_tokens,
+        max_image_seq_len=shift.most_tokens,
+        time_shift_type="exponential" if shift.is_exponential else "linear",
+        shift_terminal=shift.terminal or None,  # pyright: ignore[reportArgumentType]
+    )
+    return _config_of(by_size)
+
+
+def _is_of_objective(scheduler: Mapping[str, Any], objective: ObjectiveSection) -> bool:
+    """Whether the scheduler that the weights came with samples from what the objective trains."""
+    if objective.kind == "flow" or is_of_flow(scheduler):
+        return objective.kind == "flow" and is_of_flow(scheduler)
+    ours = _config_of(build_scheduler(objective, SAMPLERS["ddpm"][0]))
+    keys = ("prediction_type", "beta_start", "beta_end", "beta_schedule", "num_train_timesteps")
+    return all(scheduler.get(key) == ours[key] for key in keys)
+
+
+def _config_of(scheduler: Any) -> dict[str, Any]:
+    """The content of the scheduler_config.json that diffusers writes."""
+    return parse_scheduler(scheduler.to_json_string())
 
 
 class Stepped(NamedTuple):

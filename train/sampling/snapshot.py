@@ -122,6 +122,7 @@ def load_snapshot(
         state=saved.state,
         weights_hash=source.files[f"{MODEL}.safetensors"].xxh3_128,
         weights=weights,
+        sample_shift=saved.state.get("sample_shift", "auto"),
         unknown=unknown,
     )
 

@@ -7,6 +7,7 @@ transformer, of which only safetensors are read, as diffusers chooses them; or a
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,12 @@ from ...datasets.order.alike import raw_scale_and_shift
 from ..models.build import FAMILIES, family_of, transformer_class
 from ..models.dit import size_of
 from ..models.spec import ModelSpec
+from ..objectives.shift import parse_scheduler, scheduler_shift
 from . import checkpoint
 from .published import POSITIONS, position_span, read_official, read_safetensors, without_wrappers
 
 CONFIG, WEIGHTS, SUBFOLDER = "config.json", "diffusion_pytorch_model", "transformer"
+SCHEDULER = "scheduler/scheduler_config.json"  # in the folder of a pipeline
 FILES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 ADAPTER_FILES = ("pytorch_lora_weights.safetensors", "adapter_config.json")
 # What diffusers' EMAModel.save_pretrained adds to the config of the averaged model.
@@ -113,7 +116,7 @@ def _fetch(hub_id: str, files: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    names = [f"{place}{name}" for place in ("", f"{SUBFOLDER}/") for name in files]
+    names = [*(f"{place}{name}" for place in ("", f"{SUBFOLDER}/") for name in files), SCHEDULER]
     try:
         return Path(snapshot_download(hub_id, allow_patterns=names))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
@@ -167,6 +170,39 @@ def read_config(source: str, family: str) -> dict[str, Any]:
                 "which is not supported. Use PixArt-Sigma."
             )
         config["use_additional_conditions"] = False
+    return config
+
+
+def read_scheduler(source: str) -> dict[str, Any]:
+    """The config of the scheduler that weights came with, ``_class_name`` included; empty: they came without one.
+
+    It lies in the folder of a pipeline beside that of the transformer. A run has that of its own first weights.
+
+    Raises: RunError: it is no scheduler that diffusers has, or its shift is not valid; DamageError.
+    """
+    if snapshot := read_snapshot(source):
+        return spec_of(snapshot).scheduler
+    if is_file(source):
+        return {}
+    transformer = model_folder(source, files=(CONFIG,)).absolute()
+    path = transformer.parent / SCHEDULER
+    if not transformer.name.startswith(SUBFOLDER) or not path.is_file():  # "transformer_ema" too
+        return {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            config = parse_scheduler(file.read(MAX_CONFIG_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise DamageError(f"model.init_from '{path}': no JSON object ({error}). Fetch it again.") from error
+    name = config.get("_class_name")
+    if not (isinstance(name, str) and re.fullmatch(r"\w+Scheduler", name)):
+        raise RunError(
+            f"model.init_from '{path}': its '_class_name' is {str(name)[:80]!r}, expected a scheduler of diffusers. "
+            "Restore it, or remove the file: times are then shifted by objective.shift."
+        )
+    try:
+        scheduler_shift(config, None)
+    except ValueError as error:
+        raise RunError(f"model.init_from '{path}': {error}. Restore it.") from error
     return config
 
 

@@ -118,7 +118,7 @@ class CaptionEncoder(Pretrained):
             layers=section.layers,
             drop_prefix_tokens=section.drop_prefix_tokens,
             pooled_width=self.pooled_width,
-            null_tokens=self.tokenizer.num_null,
+            null_tokens=max(1, self.tokenizer.num_null),  # without a template its first padding stands for it
         )
 
     def encode(self, captions: Sequence[str], *, must_be_finite: bool = True) -> EncodedCaptions:

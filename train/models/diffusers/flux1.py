@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ...objectives.shift import TimeShift
 from ..conditioning import Conditioning
 from ..spec import ModelSpec, TextInput
 from .model import (
@@ -68,6 +69,7 @@ class Flux1(DiffusersModel):
         "head": ("proj_out",),
     }
     adapted, takes_reference = TWO_STREAMS, True
+    resolution_shift = TimeShift(rule="tokens")
     guidance_argument = 'true_cfg_scale=G, negative_prompt=""'
 
     @classmethod

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ...objectives.shift import TimeShift
 from ..conditioning import Conditioning
 from ..spec import ModelSpec, TextInput
 from .flux1 import Flux1, size
@@ -39,6 +40,7 @@ class Flux2(Flux1):
         "embedding": ("x_embedder", "context_embedder", "time_guidance_embed.*"),
         "head": ("proj_out",),
     }
+    resolution_shift = TimeShift(rule="tokens and steps")
     guidance_argument = "guidance_scale=G"
     adapted = (*TWO_STREAMS, "attn.to_qkv_mlp_proj")
 

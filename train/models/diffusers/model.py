@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...objectives.shift import TimeShift
 from ..conditioning import Conditioning
 from ..layers import residual_stream
 from ..roles import RolePatterns, layers_of
@@ -70,6 +71,7 @@ class DiffusersModel(nn.Module):
       takes_guidance: distilled weights of it take the scale of the guidance as an input.
       guidance_argument: how its pipeline takes classifier-free guidance of the scale G.
       guidance: that scale, where the weights take one.
+      resolution_shift: the shift of times that its pipeline computes from the size of an image, as published.
       pads_null: see ``ModelSpec.pads_null``.
       takes_reference: it may see the latents of another image, to edit it.
     """
@@ -97,6 +99,7 @@ class DiffusersModel(nn.Module):
     rounds_times: ClassVar[bool] = False
     takes_guidance: ClassVar[bool] = False
     guidance_argument: ClassVar[str] = "guidance_scale=G"
+    resolution_shift: ClassVar[TimeShift | None] = None
     pads_null: ClassVar[bool] = True
     takes_reference: ClassVar[bool] = False
     residual: Literal["float32", "bf16"] = "float32"

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ...objectives.shift import TimeShift
 from ..conditioning import Conditioning
 from ..spec import ModelSpec
 from .model import (
@@ -52,6 +53,7 @@ class QwenImage(DiffusersModel):
     text_width, vae, normalisation = 3584, "AutoencoderKLQwenImage", "mean and std"
     adapted = TWO_STREAMS
     takes_reference = True
+    resolution_shift = TimeShift(rule="tokens", most=0.9, most_tokens=8192, terminal=0.02)
     pads_null = False
     guidance_argument = 'true_cfg_scale=G, negative_prompt=""'
 

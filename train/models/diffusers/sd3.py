@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from ....datasets.errors import RecipeError
+from ...objectives.shift import TimeShift
 from ..conditioning import Conditioning
 from ..spec import ModelSpec, TextInput
 from .model import (
@@ -72,6 +73,7 @@ class SD3(DiffusersModel):
         "embedding": ("pos_embed.proj", "context_embedder", "time_text_embed.*"),
         "head": ("proj_out",),
     }
+    resolution_shift = TimeShift(rule="tokens", most=1.16)
     adapted, drawn_px = TWO_STREAMS, 0
 
     @classmethod

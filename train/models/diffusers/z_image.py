@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...objectives.shift import TimeShift
 from ..conditioning import Conditioning
 from ..spec import ModelSpec
 from .model import ATTENTION, Config, DiffusersModel, initialize, keep_streams
@@ -54,6 +55,7 @@ class ZImage(DiffusersModel):
         "embedding": ("all_x_embedder.*", "cap_embedder.*", "t_embedder.*"),
         "head": ("all_final_layer.*.linear",),
     }
+    resolution_shift = TimeShift(rule="tokens")
     pads_null = False
     guidance_argument = "guidance_scale=G - 1"
     adapted = tuple(f"attention.{name}" for name in ATTENTION)

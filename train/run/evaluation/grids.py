@@ -104,7 +104,9 @@ def draw_grid(run: Run, subjects: Subjects, size: tuple[int, int]) -> Tensor:
     each = -(-count // ranks.world_size)
     conditioning = subjects.conditioning(run.conditioner, run.device)
     drawn = torch.zeros(count, run.spec.channels, *size, device=run.device)
-    model = SamplingModel(run.engine.forward, run.spec, run.recipe.objective, run.conditioner)
+    model = SamplingModel(
+        run.engine.forward, run.spec, run.recipe.objective, run.conditioner, sample_shift=section.sample_shift
+    )
     run.engine.model.eval()
     with run.engine.averaged(), torch.compiler.set_stance("force_eager"):
         for start in range(0, each, most):
