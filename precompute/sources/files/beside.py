@@ -83,12 +83,12 @@ class ImagesBeside:
             if name:
                 return self._files.look(os.path.join(folder, name))
         parts = folder.split("/") if folder else []
-        places = [[*parts[:i], column, *parts[i:]] for i in range(len(parts) + 1)]
+        folders = [[*parts[:i], column, *parts[i:]] for i in range(len(parts) + 1)]
         for i, part in enumerate(parts):
             if part.lower() in IMAGE_FOLDERS:
-                places.append([*parts[:i], column, *parts[i + 1 :]])
-        for place in places:
-            beside = "/".join(place)
+                folders.append([*parts[:i], column, *parts[i + 1 :]])
+        for path_parts in folders:
+            beside = "/".join(path_parts)
             name = self._names_without_endings(beside).get(stem)
             if name:
                 return self._files.look(f"{beside}/{name}")
@@ -103,7 +103,7 @@ class ImagesBeside:
         for column in self._companions.values():
             whole = stem.removesuffix(column)
             if column[0] not in SEPARATORS:
-                whole = whole[:-1] if whole[-1:] in (*SEPARATORS,) else stem
+                whole = whole[:-1] if whole != stem and whole.endswith(tuple(SEPARATORS)) else stem
             if whole != stem and whole in self._names(folder):
                 return column
         return self._is_of_others(folder)

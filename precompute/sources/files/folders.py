@@ -212,37 +212,66 @@ def sidecar_folder(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
     text_folder = _text_folder(files)
     if text_folder:
         scan.notes.append(f"captions: texts in folder '{text_folder}' for images of '{IMAGE_FOLDER}'")
-    names_in = lru_cache(CACHED_FOLDERS)(lambda folder: frozenset(filter(is_text, files.names_in(folder))))
+    texts = _Texts(files, text_folder)
     beside = ImagesBeside(files, scan.companions, scan.further)
     listed = files.walk(files_first=True, left_out=scan.ignored.folder, hidden=scan.ignored.hidden_file)
     for folder, in_folder in itertools.groupby(listed, key=lambda file: os.path.dirname(file.path)):
-        unused = set(names_in(folder))
         # Names that are equal up to the first dot are consecutive, so an image and most of its texts come together.
         for _, group in itertools.groupby(in_folder, key=lambda file: os.path.basename(file.path).partition(".")[0]):
             together = {file.path: file for file in group}
             for file in together.values():
                 if is_image(file.path) and not beside.belongs_to_another(file.path):
-                    name = os.path.basename(file.path)
-                    texts = texts_of(name, names_in(folder))
-                    unused.difference_update(texts.values())
-                    paths = {extension: os.path.join(folder, text) for extension, text in texts.items()}
-                    if text_folder and f"{folder}/".startswith(f"{IMAGE_FOLDER}/"):
-                        other = text_folder + folder.removeprefix(IMAGE_FOLDER)
-                        texts = texts_of(name, names_in(other))
-                        paths |= {extension: os.path.join(other, text) for extension, text in texts.items()}
-                    text_files = {
-                        extension: text_file
-                        for extension in SIDECARS
-                        if extension in paths
-                        and (text_file := together.get(paths[extension]) or files.look(paths[extension]))
-                    }
-                    yield with_companions(_with_texts(files, file, text_files, scan), beside)
+                    record = _with_texts(files, file, texts.of_image(file.path, together), scan)
+                    yield with_companions(record, beside)
                 elif not is_image(file.path) and not is_text(file.path):
                     scan.ignored.file(file.path)
-        if not (text_folder and f"{folder}/".startswith(f"{text_folder}/")):
-            for name in sorted(unused):
-                scan.ignored.file(name)
+        for name in texts.unused(folder):
+            scan.ignored.file(name)
     check_companions(files, beside, scan)
+
+
+class _Texts:
+    """The texts of the images of a source.
+
+    Args:
+      files: of the source.
+      text_folder: folder of texts beside that of the images, or None.
+    """
+
+    def __init__(self, files: SourceFiles, text_folder: str | None) -> None:
+        self._files = files
+        self._text_folder = text_folder
+        self._used: set[str] = set()  # in the present folder
+        self._names = lru_cache(CACHED_FOLDERS)(lambda folder: frozenset(filter(is_text, files.names_in(folder))))
+
+    def of_image(self, path: str, together: Mapping[str, FoundFile]) -> dict[str, FoundFile]:
+        """The texts of an image by extension, in the order of SIDECARS; one in the folder of texts counts first.
+
+        Args:
+          together: files that are listed already, by path.
+        """
+        folder, name = os.path.split(path)
+        beside = texts_of(name, self._names(folder))
+        self._used.update(beside.values())
+        paths = {extension: os.path.join(folder, text) for extension, text in beside.items()}
+        if self._text_folder and f"{folder}/".startswith(f"{IMAGE_FOLDER}/"):
+            other = self._text_folder + folder.removeprefix(IMAGE_FOLDER)
+            for extension, text in texts_of(name, self._names(other)).items():
+                paths[extension] = os.path.join(other, text)
+        texts = {}
+        for extension in SIDECARS:
+            path_of_text = paths.get(extension, "")
+            file = together.get(path_of_text) or (self._files.look(path_of_text) if path_of_text else None)
+            if file:
+                texts[extension] = file
+        return texts
+
+    def unused(self, folder: str) -> list[str]:
+        """Names of the texts of a folder that no image has, once all of its images were listed."""
+        unused = sorted(self._names(folder) - self._used)
+        self._used.clear()
+        is_text_folder = bool(self._text_folder) and f"{folder}/".startswith(f"{self._text_folder}/")
+        return [] if is_text_folder else unused
 
 
 def _with_texts(files: SourceFiles, image: FoundFile, beside: dict[str, FoundFile], scan: Scan) -> SourceRecord:

@@ -133,14 +133,15 @@ def choose_image(sample: Sample, image: str, companions: Mapping[str, str]) -> C
     beside = {name: find_field(sample.images, asked) for name, asked in companions.items()}
     others = [name for name in sample.images if name not in beside.values()]
     if image:
-        candidates = [name] if (name := find_field(sample.images, image)) else []
+        named = find_field(sample.images, image)
+        candidates = [named] if named else []
     else:
         candidates = [name for name in others if "." not in name] or others
     if sample.repeated:
         return Chosen("", problem=("bad_metadata", f"the key has more than one .{sample.repeated[:MAX_FIELD_CHARS]}"))
     if len(candidates) != 1:
         return Chosen("", problem=("bad_metadata", _why_none(sample, image, candidates)))
-    missing = next((name for name, found in beside.items() if not found), None)
+    missing = next((name for name, companion in beside.items() if not companion), None)
     if missing:
         detail = f"companion '{missing}': the key has no field '{companions[missing]}'; its images are {_shown(others)}"
         return Chosen("", problem=("missing_file", detail))
@@ -169,7 +170,9 @@ def _why_none(sample: Sample, image: str, candidates: Sequence[str]) -> str:
 
 def _shown(fields: Sequence[str] | Mapping[str, Part]) -> str:
     names = [name[:MAX_FIELD_CHARS] for name in fields]
-    return ", ".join(names[:MAX_SHOWN] + ["..."] * (len(names) > MAX_SHOWN)) or "none"
+    if len(names) > MAX_SHOWN:
+        names = [*names[:MAX_SHOWN], "..."]
+    return ", ".join(names) or "none"
 
 
 def choose_dot(

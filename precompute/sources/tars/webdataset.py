@@ -125,7 +125,8 @@ def _records(
 
 def _has_caption(sample: Sample) -> bool:
     """Whether a text beside the .json holds a caption."""
-    return any((part := sample.texts.get(name)) and (part.text or b"").strip() for name in ("caption", "txt"))
+    texts = [sample.texts[name].text or b"" for name in ("caption", "txt") if name in sample.texts]
+    return any(text.strip() for text in texts)
 
 
 def _record(
