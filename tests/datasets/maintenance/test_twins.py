@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from faults import DAMAGES, REVISION_FILES
-from making import Leandit, tree_digest
-from stores import copy_of, files_of, read_all
+from faults import DAMAGES, REVISION_FILES, without_seal
+from making import Leandit, caption_recipe, encode, tree_digest
+from stores import copy_of, files_of, make_plain, read_all
 
 from leandit.datasets.errors import DamageError, LeanditError
 from leandit.datasets.maintenance.findings import shard_place
@@ -151,6 +151,23 @@ def test_repair_removes_no_shard_while_another_process_may_write_it(seconds: int
     before = left_behind(verify_store(given_up))
     assert len(before) == 2
     assert left_behind(repair_without_encoding(given_up, verify_store(given_up))) == (before if seconds == 1 else set())
+
+
+@pytest.mark.usefixtures("small")
+def test_growth_that_is_given_up_leaves_nothing_once_it_is_repaired(leandit: Leandit, tmp_path: Path) -> None:
+    images, store = make_plain(tmp_path)
+    before = tree_digest(store)
+    for i in (20, 21, 22):
+        images.put(i, words=" and a yellow star")
+    images.write()
+    without_seal(lambda: encode(caption_recipe(), images.root, store))
+    shutil.rmtree(store / "revisions/000002")
+    assert len(left_behind(verify_store(store))) > 2
+    assert leandit("verify", store, "--repair").code == 0
+    assert tree_digest(store) == before
+    encode(caption_recipe(), images.root, store)
+    ended = leandit("verify", store)
+    assert (ended.code, ended.out.rstrip().endswith("state       whole")) == (0, True)
 
 
 def test_repair_keeps_the_shards_of_an_unfinished_revision(unfinished: Path) -> None:
