@@ -70,8 +70,8 @@ class FurtherImages:
             example = f", such as '{self.examples[column]}'" if self.examples[column] else ""
             default = "" if column.lstrip("-_.") in (name, OTHERS) else f" --set companions.{name}.column={column}"
             notes.append(
-                f"left out: {plural(count, 'image')} '{column}', each of another image{example}. Stored with it as a "
-                f"companion: --set companions.{name}.kind={kind}{default}"
+                f"left out: {plural(count, 'image')} '{column}', each of another image{example}. To store "
+                f"them as companions: --set companions.{name}.kind={kind}{default}"
             )
         if len(self.columns) > NUM_SHOWN:
             notes.append(f"left out: further images, {', '.join(sorted(self.columns)[:MAX_COLUMNS])}")

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from ..files.beside import ENDING, SEPARATORS
+from ..files.beside import ENDING, IMAGE_FOLDERS, MASKS, SEPARATORS
 from ..files.record import is_image
 from .members import TarMember
 
@@ -101,15 +101,35 @@ def group_parts(parts: Sequence[Part], dot: Dot, text_fields: frozenset[str]) ->
 
 
 def _join_masks(samples: dict[str, Sample]) -> None:
-    """Make ``a-masklabel.png`` the field ``masklabel.png`` of ``a``, as trainers write masks beside images."""
+    """Make ``a-masklabel.png`` the field ``masklabel.png`` of ``a``, and ``masks/a.png`` its field ``masks.png``."""
     for key in list(samples):
-        ending = ENDING.fullmatch(posixpath.basename(key))
-        owner = samples.get(posixpath.join(posixpath.dirname(key), ending[1])) if ending else None
+        name, owners = _possible_owners(key)
+        owner = next((samples[whole] for whole in owners if whole in samples and samples[whole].images), None)
         sample = samples[key]
-        if ending and owner and owner.images and not sample.texts and not sample.repeated:
-            name = ending[2].lstrip(SEPARATORS).lower()
-            owner.images |= {f"{name}.{extension}": part for extension, part in sample.images.items()}
-            del samples[key]
+        if owner and not sample.texts and not sample.repeated:
+            _move_images(samples, sample, owner, name)
+
+
+def _move_images(samples: dict[str, Sample], sample: Sample, owner: Sample, name: str) -> None:
+    """Make the images of a sample fields of another, unless it has such a field."""
+    images = {f"{name}.{extension}": part for extension, part in sample.images.items()}
+    if images.keys().isdisjoint(owner.images):
+        owner.images |= images
+        del samples[sample.key]
+
+
+def _possible_owners(key: str) -> tuple[str, list[str]]:
+    """The field that the image of a key would be, and the keys whose field it would be, as ``beside.py`` has it."""
+    folder, base = posixpath.split(key)
+    ending = ENDING.fullmatch(base)
+    if ending:
+        return ending[2].lstrip(SEPARATORS).lower(), [posixpath.join(folder, ending[1])]
+    parts = folder.split("/")
+    for i, part in enumerate(parts):
+        if MASKS.fullmatch(part):
+            middles = [[], *([name] for name in IMAGE_FOLDERS)]
+            return part.lower(), ["/".join([*parts[:i], *middle, *parts[i + 1 :], base]) for middle in middles]
+    return "", []
 
 
 def _join_parts(samples: dict[str, Sample], text_fields: frozenset[str]) -> None:
@@ -119,8 +139,7 @@ def _join_parts(samples: dict[str, Sample], text_fields: frozenset[str]) -> None
         sample, owner = samples[key], samples.get(whole)
         is_whole = owner is not None and owner.images and owner.has_text(text_fields)
         if dot and owner and is_whole and not sample.texts and not sample.repeated:
-            owner.images |= {f"{name.lower()}.{extension}": part for extension, part in sample.images.items()}
-            del samples[key]
+            _move_images(samples, sample, owner, name.lower())
 
 
 def choose_image(sample: Sample, image: str, companions: Mapping[str, str]) -> Chosen:

@@ -49,7 +49,8 @@ def webdataset(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
         with files.open(name) as file:
             parts = list(_parts(file, files.shown(name), text_fields, scan))
         dot, is_choice = choose_dot(parts, scan.settings.image, scan.companions, text_fields)
-        dots[dot] += 1 if is_choice else 0
+        if is_choice:
+            dots[dot] += 1
         stem = name.rpartition(".")[0] or name
         for sample in group_parts(parts, dot, text_fields):
             image_fields.update(name for name in sample.images if len(image_fields) < MAX_COUNTED_FIELDS)

@@ -82,6 +82,10 @@ DATES = [f"IMG 2021.05.03 12.0{i}" for i in range(3)]
             [*images("a.jpg", "a.png"), ("a.txt", "of a")],
             {"0/a.jpg": "bad_metadata", "0/a.png": "bad_metadata"},
         ),
+        "a folder of masks": (
+            [*images("images/a.jpg", "masks/a.png"), ("images/a.txt", "of a")],
+            {"0/images/a": "of a"},
+        ),
         "texts of kohya": ([*images("a.jpg"), ("a.caption", "of a")], {"0/a": "of a"}),
         "a caption beside a large list": (
             [*images("a.jpg"), ("a.txt", "of a"), ("a.json", json.dumps({"imageData": "A" * (2 << 20)}))],
@@ -103,6 +107,8 @@ def test_the_rule_is_printed_and_the_choice_of_one_tar_does_not_depend_on_others
     assert "the first in 1 tar, the last in 1 tar" in notes
     assert "left out: 1 image 'seg.png'" in notes
     assert "--set companions.seg.kind=mask --set companions.seg.column=seg.png" in notes
+    plain = list_source(write_file(tmp_path / "plain.tar", tar_of([*images("a.jpg"), ("a.txt", "of a")])))
+    assert plain.notes == []
     other = list_source(write_file(tmp_path / "other.tar", tar_of(images("a.jpg", "a.png"))))
     for record in other.records:
         assert record.problem
