@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from making import Leandit, caption_recipe, encode, image_bytes, label_recipe, write_file, write_tar
+from making import caption_recipe, encode, image_bytes, label_recipe, make_class_folder, write_file, write_tar
 
 from leandit.datasets.errors import SourceError
 from leandit.datasets.store import LatentStore
@@ -91,7 +91,7 @@ def test_a_text_is_split_at_ends_of_lines_unless_it_is_one_caption(write: Callab
     ],
 )
 def test_a_recipe_says_how_texts_are_split_and_the_run_counts_them(
-    setting: str, expected: list[tuple[str, ...]], tmp_path: Path, leandit: Leandit
+    setting: str, expected: list[tuple[str, ...]], tmp_path: Path
 ) -> None:
     texts = [{"txt": PARAGRAPHS.encode()}, {"caption": b"", "txt": LINES.encode()}]
     source = beside(tmp_path / "source", texts)
@@ -232,3 +232,11 @@ def test_a_cls_file_has_a_number_or_a_name(tmp_path: Path) -> None:
     texts = [{"cls": label, "txt": b"a text"} for label in (b"dog", b"cat\n", b"")]
     encode(label_recipe(), in_tar(tmp_path / "source", texts), tmp_path / "store")
     assert [label for label, _ in stored(tmp_path / "store")] == ["dog", "cat", None]
+
+
+def test_a_file_of_class_names_has_one_in_each_line(tmp_path: Path) -> None:
+    make_class_folder(tmp_path / "source", classes=2, per_class=1)
+    write_file(tmp_path / "names.txt", "\ufeffa cat\u2028of the house\r\n\r\nn001\ta dog\x0cor two\n")
+    encode(label_recipe(f"source.class_names={tmp_path / 'names.txt'}"), tmp_path / "source", tmp_path / "store")
+    names = LatentStore(tmp_path / "store").class_names
+    assert [names.describe(label) for label in (0, 1)] == ["a cat\u2028of the house (n000)", "a dog\x0cor two (n001)"]
