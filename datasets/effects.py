@@ -22,12 +22,14 @@ class Condition(NamedTuple):
       is_read: whether it is read, by the recipe and the section of the key.
       needs: what it needs, a phrase for messages.
       is_refused: an override of an unread key is an error; otherwise it is announced, because many recipes carry it.
+      switches: keys that turn the feature on and off; a command that sets one as well knows that the feature is off.
     """
 
     key: str
     is_read: Callable[[Any, Any], bool]
     needs: str
     is_refused: bool = True
+    switches: tuple[str, ...] = ()
 
 
 class UnreadKey(NamedTuple):
@@ -82,7 +84,7 @@ def check_overrides(recipe: BaseModel, conditions: Sequence[Condition], override
     """
     names = {override.partition("=")[0].strip() for override in overrides}
     for unread in unread_keys(recipe, conditions):
-        if unread.key in names and unread.condition.is_refused:
+        if unread.key in names and unread.condition.is_refused and not names.intersection(unread.condition.switches):
             raise RecipeError(f"--set {unread}. Leave it out.")
 
 

@@ -28,6 +28,11 @@ CONDITIONS = [
         lambda _, images: images.buckets == "area" or len(images.table) > 1,
         'several buckets, or images.buckets = "area"',
     ),
-    Condition("images.variant_zoom", lambda _, images: images.variants > 1, "images.variants above 1"),
+    Condition(
+        "images.variant_zoom",
+        lambda _, images: images.variants > 1,
+        "images.variants above 1",
+        switches=("images.variants",),
+    ),
     Condition("store.text_dtype", _encodes_text, TEXT),
 ]

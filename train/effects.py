@@ -62,7 +62,7 @@ def _takes_captions(recipe: TrainRecipe, _: object) -> bool:
 
 CONDITIONS = [
     Condition("model.num_classes", lambda recipe, _: not recipe.takes_captions, "a model that takes labels", False),
-    Condition("lora.frozen", lambda _, lora: lora.rank > 0, "lora.rank above 0"),
+    Condition("lora.frozen", lambda _, lora: lora.rank > 0, "lora.rank above 0", switches=("lora.rank",)),
     Condition("objective.time", _is_flow, FLOW),
     Condition("objective.time_mean", _draws_normal, f"{FLOW} and {LOGIT_NORMAL}"),
     Condition("objective.time_std", _draws_normal, f"{FLOW} and {LOGIT_NORMAL}"),
@@ -89,13 +89,19 @@ CONDITIONS = [
         "run.evaluate_every",
         lambda recipe, section: recipe.data.holdout > 0 or section.evaluate_every == 0,
         "data.holdout above 0",
+        switches=("data.holdout",),
     ),
     *(
-        Condition(f"run.{key}", _evaluates, "data.holdout and run.evaluate_every above 0")
+        Condition(
+            f"run.{key}",
+            _evaluates,
+            "data.holdout and run.evaluate_every above 0",
+            switches=("data.holdout", "run.evaluate_every"),
+        )
         for key in ("evaluate_images", "evaluate_times")
     ),
     *(
-        Condition(f"run.{key}", _samples, "run.sample_every above 0")
+        Condition(f"run.{key}", _samples, "run.sample_every above 0", switches=("run.sample_every",))
         for key in ("sample_captions", "sample_count", "sample_steps", "sample_guidance")
     ),
     Condition("run.sample_count", lambda _, section: not section.sample_captions, "no run.sample_captions", False),

@@ -116,6 +116,13 @@ def test_an_override_that_turns_a_feature_off_leaves_its_keys_in_the_recipe(lean
     assert "run.sample_steps has no effect: it needs run.sample_every above 0" in ended.out
 
 
+def test_a_command_that_turns_a_feature_off_may_set_its_keys(leandit: Leandit) -> None:
+    words = ["--set", "run.sample_every=0", "--set", "run.sample_steps=5"]
+    ended = leandit("train", LABELS, "--dry-run", "--device", "cpu", *words)
+    assert ended.code == 0
+    assert "run.sample_steps has no effect: it needs run.sample_every above 0" in ended.out
+
+
 def test_a_section_of_text_without_a_kind_is_refused(leandit: Leandit, tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text('[vae]\nmodel = "shipped:vae"\n[text]\nmodel = "shipped:t5"')
     ended = leandit("precompute", tmp_path / "recipe.toml", "--dry-run")

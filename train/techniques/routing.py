@@ -52,7 +52,12 @@ class Routing(Technique):
 
     key = "routing"
     conditions = tuple(
-        Condition(f"routing.{key}", lambda _, section: section.kind != "none", 'routing.kind "tread" or "sprint"')
+        Condition(
+            f"routing.{key}",
+            lambda _, section: section.kind != "none",
+            'routing.kind "tread" or "sprint"',
+            switches=("routing.kind",),
+        )
         for key in ("share", "first_block", "last_block", "stop_step")
     )
 

@@ -53,7 +53,12 @@ class SelfAlignment(Alignment):
 
     key = "self_align"
     conditions = tuple(
-        Condition(f"self_align.{key}", lambda _, section: section.weight > 0, "self_align.weight above 0")
+        Condition(
+            f"self_align.{key}",
+            lambda _, section: section.weight > 0,
+            "self_align.weight above 0",
+            switches=("self_align.weight",),
+        )
         for key in ("block", "teacher_block", "less_time", "stop_step", "projector_width")
     )
 
