@@ -149,7 +149,7 @@ data.mixture.store weight revision
 data.stages.steps store revision
 run.steps microbatch seed precision fp8 compile activation_checkpointing grad_clip checkpoint_every keep_checkpoints
 run.keep_every async_checkpoint prefetch remote_gib remote_folder log_every sample_every wandb revision
-run.skip_nonfinite allow_incomplete
+run.skip_nonfinite allow_incomplete sample_shift
 parallel.strategy cpu_offload deepspeed_config
 """,
     "precompute": """
