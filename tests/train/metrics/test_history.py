@@ -56,7 +56,9 @@ def test_a_line_that_is_no_report_is_named(line: str, tmp_path: Path) -> None:
 HELD_OUT = {"loss", "averaged_loss", "loss_by_time", "averaged_loss_by_time", "num_images", "seconds", "share"}
 
 
-@pytest.mark.parametrize("name", sorted(report_line(4).keys() - {"step"}) + [f"held_out.{name}" for name in HELD_OUT])
+@pytest.mark.parametrize(
+    "name", sorted(report_line(4).keys() - {"step"}) + [f"held_out.{name}" for name in sorted(HELD_OUT)]
+)
 def test_a_figure_that_another_release_did_not_write_is_not_known_and_the_others_are(name: str, tmp_path: Path) -> None:
     def other_release(number: int, line: dict[str, Any]) -> None:
         outer, _, inner = name.rpartition(".")
