@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 from ... import __version__
 from ...datasets.disk.files import write_atomic
@@ -81,6 +80,8 @@ class MetricsWriter:
           step: that made it.
           now: the current step; wandb takes no earlier one.
         """
+        from PIL import Image  # most runs draw no images
+
         with Image.open(path) as image:
             self._tensorboard.add_image("samples", np.asarray(image), step, dataformats="HWC")
         if self._wandb is not None:
