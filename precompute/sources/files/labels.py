@@ -161,8 +161,14 @@ def number_names(
     return {name: label for label, name in enumerate(ordered)}, ordered
 
 
-def _own_number(name: str) -> int | None:
-    if not WHOLE_NUMBER.fullmatch(name):
+def whole_number(text: str) -> int | None:
+    """The number that a text writes in digits, such as "3", "+3" or "3.0"; None if it is no whole number."""
+    if not WHOLE_NUMBER.fullmatch(text):
         return None
-    number = int(name.removeprefix("+").partition(".")[0])
-    return number if -1 <= number < MAX_CLASSES else None
+    return int(text.partition(".")[0])
+
+
+def _own_number(name: str) -> int | None:
+    """The class index that the name of a class is, or -1; None if it is neither."""
+    number = whole_number(name)
+    return number if number is not None and -1 <= number < MAX_CLASSES else None

@@ -11,7 +11,7 @@ from typing import Any
 from ....datasets.errors import SourceError
 from ....datasets.units import plural
 from ...config import SourceSection
-from .labels import Labels
+from .labels import Labels, whole_number
 from .record import CAPTION_NAMES, captions_of
 
 CAPTION_FILES = ("caption", "txt")  # extensions; the first that is not empty counts
@@ -117,7 +117,9 @@ class TextReader:
             if name in row:
                 return self._labels.read(row[name])
         if name in ("", "cls") and "cls" in texts:
-            return self._labels.read(_number_or_text(texts["cls"].decode("utf-8-sig").strip()))
+            text = texts["cls"].decode("utf-8-sig").strip()
+            number = whole_number(text)
+            return self._labels.read(text if number is None else number)
         if name:
             return self._labels.read(texts[name].decode("utf-8-sig")) if name in texts else -1
         return self._labels.read(next((row[field] for field in LABEL_FIELDS if field in row), None))
@@ -154,14 +156,6 @@ class TextReader:
             if name and num_without:
                 notes.append(f"source.{key} '{name}': {num_without:,} of {plural(self._num_images, 'image')} lack it")
         return notes
-
-
-def _number_or_text(text: str) -> int | str:
-    """The content of a .cls: a class index, or the name of a class."""
-    try:
-        return int(text)
-    except ValueError:
-        return text
 
 
 def _is_text(value: Any, text: str) -> bool:

@@ -102,8 +102,10 @@ def group_parts(parts: Sequence[Part], dot: Dot, text_fields: frozenset[str]) ->
 
 def _join_masks(samples: dict[str, Sample]) -> None:
     """Make ``a-masklabel.png`` the field ``masklabel.png`` of ``a``, and ``masks/a.png`` its field ``masks.png``."""
+    folders = {folder for key in samples for folder in key.split("/")[:-1]}
+    image_folders = sorted(folder for folder in folders if folder.lower() in IMAGE_FOLDERS)
     for key in list(samples):
-        name, owners = _possible_owners(key)
+        name, owners = _possible_owners(key, image_folders)
         owner = next((samples[whole] for whole in owners if whole in samples and samples[whole].images), None)
         sample = samples[key]
         if owner and not sample.texts and not sample.repeated:
@@ -118,17 +120,25 @@ def _move_images(samples: dict[str, Sample], sample: Sample, owner: Sample, name
         del samples[sample.key]
 
 
-def _possible_owners(key: str) -> tuple[str, list[str]]:
-    """The field that the image of a key would be, and the keys whose field it would be, as ``beside.py`` has it."""
+def _possible_owners(key: str, image_folders: Sequence[str]) -> tuple[str, list[str]]:
+    """The field that the image of a key would be, and the keys whose field it would be, as ``beside.py`` has it.
+
+    Args:
+      image_folders: names of folders of the tar that are usual for images.
+    """
     folder, base = posixpath.split(key)
     ending = ENDING.fullmatch(base)
+    parts = folder.split("/")
+    depth = next((depth for depth, part in enumerate(parts) if MASKS.fullmatch(part)), None)
+    if depth is not None:
+        middles = [[], *([name] for name in image_folders)]
+        bases = [base, ending[1]] if ending else [base]  # images of such a folder may have the ending as well
+        owners = [
+            "/".join([*parts[:depth], *middle, *parts[depth + 1 :], base]) for base in bases for middle in middles
+        ]
+        return parts[depth].lower(), owners
     if ending:
         return ending[2].lstrip(SEPARATORS).lower(), [posixpath.join(folder, ending[1])]
-    parts = folder.split("/")
-    for i, part in enumerate(parts):
-        if MASKS.fullmatch(part):
-            middles = [[], *([name] for name in IMAGE_FOLDERS)]
-            return part.lower(), ["/".join([*parts[:i], *middle, *parts[i + 1 :], base]) for middle in middles]
     return "", []
 
 
@@ -169,8 +179,12 @@ def choose_image(sample: Sample, image: str, companions: Mapping[str, str]) -> C
 
 
 def find_field(images: Collection[str], asked: str) -> str:
-    """The field of an image by its name, with or without the extension; empty if there is none, or several."""
-    asked = asked.lower().removeprefix(".")
+    """The field of an image by its name, with or without the extension; empty if there is none, or several.
+
+    Args:
+      asked: of the recipe; a separator before it, as in the ending "-masklabel" of names in folders, does not count.
+    """
+    asked = asked.lower().lstrip(SEPARATORS)
     if asked in images:
         return asked
     same = [name for name in images if name.rpartition(".")[0] == asked]

@@ -86,6 +86,18 @@ DATES = [f"IMG 2021.05.03 12.0{i}" for i in range(3)]
             [*images("images/a.jpg", "masks/a.png"), ("images/a.txt", "of a")],
             {"0/images/a": "of a"},
         ),
+        "a folder of masks with an ending": (
+            images("images/a.jpg", "images/b.jpg", "masks/a_mask.png", "masks/b-mask.png"),
+            {"0/images/a": "", "0/images/b": ""},
+        ),
+        "a folder of images in upper case": (
+            images("Images/x/a.jpg", "Masks/x/a.png"),
+            {"0/Images/x/a": ""},
+        ),
+        "masks in a folder beside images": (
+            images("a.jpg", "masks/a.png", "masks/b.png"),
+            {"0/a": "", "0/masks/b": ""},
+        ),
         "texts of kohya": ([*images("a.jpg"), ("a.caption", "of a")], {"0/a": "of a"}),
         "a caption beside a large list": (
             [*images("a.jpg"), ("a.txt", "of a"), ("a.json", json.dumps({"imageData": "A" * (2 << 20)}))],
@@ -131,6 +143,15 @@ def test_a_field_of_several_is_the_image_where_the_recipe_names_it(field: str, t
     assert bytes_of(source, source.records[1]) == dict(PAIRS)["b.right.png"]
     with pytest.raises(SourceError, match=r"source\.image 'top\.png': no key.*left\.png \(3\), right\.png \(2\)"):
         listed(tmp_path, PAIRS, image="top.png")
+
+
+@pytest.mark.parametrize("column", ["mask", "-mask", "_MASK", ".mask.png"])
+def test_a_column_names_a_field_of_a_tar_with_and_without_a_separator(column: str, tmp_path: Path) -> None:
+    source = listed(tmp_path, images("a.jpg", "a_mask.png"), {"mask": column})
+    (record,) = source.records
+    assert len(record.companions) == 1
+    path, offset, num_bytes, _ = record.companions[0]
+    assert source.read(path, offset, num_bytes, stage="decode") == JPEGS[1]
 
 
 def test_a_field_of_a_tar_can_be_a_companion(tmp_path: Path) -> None:

@@ -228,10 +228,18 @@ def test_a_name_among_numbers_is_no_label(form: str, tmp_path: Path) -> None:
     assert [note for note in report.source.notes if "'cat'" in note or "cat is" in note]
 
 
-def test_a_cls_file_has_a_number_or_a_name(tmp_path: Path) -> None:
-    texts = [{"cls": label, "txt": b"a text"} for label in (b"dog", b"cat\n", b"")]
+@pytest.mark.parametrize(
+    ("contents", "classes"),
+    {
+        "names": ([b"dog", b"cat\n", b""], ["dog", "cat", None]),
+        "numbers": ([b"2", b"+1\r\n", b"0.0"], ["2", "1", "0"]),
+        "names of digits and underscores are no numbers": ([b"1_0", b"2_0", b"1_0"], ["1_0", "2_0", "1_0"]),
+    }.values(),
+)
+def test_a_cls_file_has_a_number_or_a_name(contents: list[bytes], classes: list[str | None], tmp_path: Path) -> None:
+    texts = [{"cls": label, "txt": b"a text"} for label in contents]
     encode(label_recipe(), in_tar(tmp_path / "source", texts), tmp_path / "store")
-    assert [label for label, _ in stored(tmp_path / "store")] == ["dog", "cat", None]
+    assert [label for label, _ in stored(tmp_path / "store")] == classes
 
 
 def test_a_file_of_class_names_has_one_in_each_line(tmp_path: Path) -> None:
