@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
 from ....datasets.errors import SourceError
 from ....datasets.units import plural
-from ..files.splits import choose_split, splits_of_folders
+from ..files.splits import UNNAMED, choose_split, splits_of_folders
 from .listing import Listing, spool
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -24,7 +23,7 @@ FIRST_FOLDER = r"^[^/]*/"
 def records_of_split(
     where: str, records: Listing, asked: str, *, is_split: bool, is_table: bool, column: str = "path"
 ) -> tuple[Listing, bool, list[str]]:
-    """The records of the requested split.
+    """The records of the requested split, and rejects that no folder tells the split of, such as rows without a name.
 
     Args:
       where: the source, for messages.
@@ -37,7 +36,9 @@ def records_of_split(
     """
     folders: Counter[str] = Counter()
     for batch in records.batches():
-        counted = pc.value_counts(_folders(batch, column))
+        names = _folders(batch, column)
+        folders.update(dict.fromkeys(names.unique().to_pylist(), 0))
+        counted = pc.value_counts(names.filter(batch["reason"].is_null()))
         folders.update(dict(zip(counted.field("values").to_pylist(), counted.field("counts").to_pylist(), strict=True)))
     split_of = splits_of_folders(folders, is_table=is_table)
     counts: Counter[str] = Counter()
@@ -56,13 +57,15 @@ def records_of_split(
 
     def batches() -> Iterator[pa.RecordBatch]:
         for batch in records.batches():
-            splits = [split_of[folder] for folder in _folders(batch, column).to_pylist()]
-            yield batch.filter(pa.array(np.array([split == chosen for split in splits], bool)))
+            splits = pa.array([split_of[folder] for folder in _folders(batch, column).to_pylist()], pa.string())
+            is_chosen = pc.equal(splits, chosen)
+            is_reject_of_no_split = pc.and_(batch["reason"].is_valid(), pc.equal(splits, ""))  # as a broken row
+            yield batch.filter(pc.or_(is_chosen, is_reject_of_no_split))
 
-    left_out = ", ".join(f"{count:,} of {name or 'none'}" for name, count in counts.items() if name != chosen)
-    note = f"split '{chosen or 'unnamed'}' by the folders of the images: {plural(counts[chosen], 'image')}"
+    left_out = [f"{count:,} of {name or UNNAMED}" for name, count in counts.items() if name != chosen and count]
+    note = f"split '{chosen or UNNAMED}' by the folders of the images: {plural(counts[chosen], 'image')}"
     listing = spool(batches(), lambda _: None, check_keys=False)
-    return listing, True, [f"{note}; left out: {left_out or 'none'}"]
+    return listing, True, [f"{note}; left out: {', '.join(left_out) or 'none'}"]
 
 
 def _folders(batch: pa.RecordBatch, column: str) -> pa.Array:

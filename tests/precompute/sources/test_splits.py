@@ -253,6 +253,23 @@ def test_a_table_of_one_split_or_none_is_stored_as_it_is(names: tuple[str, ...],
     assert keys(root) == list(names)
 
 
+@pytest.mark.parametrize("row", ["no,such,row", ",a text", '"train/9.png'])
+def test_a_row_that_cannot_be_read_is_a_reject_of_every_split_and_none_of_its_own(row: str, tmp_path: Path) -> None:
+    names = ["val/0.png", "val/1.png", "train/2.png"]
+    root = fill(tmp_path, *names)
+    table = root / "metadata.csv"
+    table.write_text(f"file_name,text\nval/0.png,a\nval/1.png,b\n{row}\n")
+    reasons = {record.key: record.problem[0] if record.problem else "" for record in listed(root).records}
+    assert sorted(reasons.values()) == ["", "", "bad_metadata"]
+    table.write_text(f"file_name,text\nval/0.png,a\ntrain/2.png,b\n{row}\n")
+    with pytest.raises(SourceError, match=r"validation \(1 image\), train \(1 image\)\. Name"):
+        listed(root)
+    reasons = {
+        record.key: record.problem[0] if record.problem else "" for record in listed(root, split="train").records
+    }
+    assert sorted(reasons.values()) == ["", "bad_metadata"]
+
+
 @pytest.mark.parametrize("table", [name for name in TABLES if "captions_" not in name])
 def test_a_column_of_splits_tells_them_rather_than_folders(table: str, tmp_path: Path) -> None:
     names = [f"val2014/{i}.png" for i in range(4)]
