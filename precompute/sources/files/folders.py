@@ -241,7 +241,7 @@ class _Texts:
     def __init__(self, files: SourceFiles, text_folder: str | None) -> None:
         self._files = files
         self._text_folder = text_folder
-        self._used: set[str] = set()  # in the present folder
+        self._used: set[str] = set()  # paths, of the images of the present folder
         self._names = lru_cache(CACHED_FOLDERS)(lambda folder: frozenset(filter(is_text, files.names_in(folder))))
 
     def of_image(self, path: str, together: Mapping[str, FoundFile]) -> dict[str, FoundFile]:
@@ -251,13 +251,11 @@ class _Texts:
           together: files that are listed already, by path.
         """
         folder, name = os.path.split(path)
-        beside = texts_of(name, self._names(folder))
-        self._used.update(beside.values())
-        paths = {extension: os.path.join(folder, text) for extension, text in beside.items()}
-        if self._text_folder and f"{folder}/".startswith(f"{IMAGE_FOLDER}/"):
-            other = self._text_folder + folder.removeprefix(IMAGE_FOLDER)
-            for extension, text in texts_of(name, self._names(other)).items():
-                paths[extension] = os.path.join(other, text)
+        paths: dict[str, str] = {}
+        for text_folder in self._text_folders(folder):
+            for extension, text in texts_of(name, self._names(text_folder)).items():
+                paths[extension] = os.path.join(text_folder, text)
+                self._used.add(paths[extension])
         texts = {}
         for extension in SIDECARS:
             path_of_text = paths.get(extension, "")
@@ -267,11 +265,27 @@ class _Texts:
         return texts
 
     def unused(self, folder: str) -> list[str]:
-        """Names of the texts of a folder that no image has, once all of its images were listed."""
-        unused = sorted(self._names(folder) - self._used)
+        """Paths of the texts that no image of a folder has, once all of its images were listed."""
+        if self._text_folder and _is_in(folder, self._text_folder):
+            images = IMAGE_FOLDER + folder.removeprefix(self._text_folder)
+            if any(map(is_image, self._files.names_in(images))):
+                return []  # they are counted with the images
+        text_folders = self._text_folders(folder)
+        texts = {os.path.join(text_folder, text) for text_folder in text_folders for text in self._names(text_folder)}
+        unused = sorted(texts - self._used)
         self._used.clear()
-        is_text_folder = bool(self._text_folder) and f"{folder}/".startswith(f"{self._text_folder}/")
-        return [] if is_text_folder else unused
+        return unused
+
+    def _text_folders(self, folder: str) -> list[str]:
+        """The folders in which the texts of the images of a folder may be; those of the last one count first."""
+        if self._text_folder and _is_in(folder, IMAGE_FOLDER):
+            return [folder, self._text_folder + folder.removeprefix(IMAGE_FOLDER)]
+        return [folder]
+
+
+def _is_in(folder: str, other: str) -> bool:
+    """Whether a folder is another one, or in it."""
+    return f"{folder}/".startswith(f"{other}/")
 
 
 def _with_texts(files: SourceFiles, image: FoundFile, beside: dict[str, FoundFile], scan: Scan) -> SourceRecord:

@@ -82,6 +82,22 @@ def test_texts_are_found_under_the_names_that_people_give_them(
     assert captions_or_reasons(listed(fill(tmp_path, files), text_file="lines")) == expected
 
 
+@pytest.mark.parametrize(
+    "unused",
+    {
+        "beside the images": ["images/b.txt", "images/x/b.caption"],
+        "in the folder of texts": ["captions/b.txt", "captions/x/b.json"],
+        "in a folder without images": ["captions/y/a.txt", "captions/y/b.TXT"],
+    }.values(),
+)
+def test_texts_without_an_image_are_counted(unused: list[str], tmp_path: Path) -> None:
+    used = {"captions/a.txt": "one", "captions/x/a.txt": "two", "images/x/a.txt": "three"}
+    files = images("images/a.jpg", "images/x/a.jpg") | used | dict.fromkeys(unused, "text")
+    source = listed(fill(tmp_path, files))
+    assert captions_or_reasons(source) == {"images/a.jpg": "one", "images/x/a.jpg": "two"}
+    assert source.ignored.num_files == 2
+
+
 def test_rows_of_numbers_are_no_captions_and_are_counted(tmp_path: Path) -> None:
     files = images("images/train/a.jpg", "images/train/b.jpg")
     files |= {"labels/train/a.txt": BOXES, "labels/train/b.txt": BOXES, "data.yaml": "nc: 2"}
