@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, mode
 from ..datasets.effects import check_overrides, unread_notes
 from ..datasets.errors import RecipeError
 from ..datasets.recipe import Caption, Count, Positive, Section, Share, load_recipe
-from .data_recipe import DataSection, SampleShift, StoreSection, Turn
+from .data_recipe import DataSection, SampleGuidance, SampleShift, StoreSection, Turn
 from .effects import CONDITIONS
 from .techniques.registry import ObjectiveSection, TechniqueSections, techniques_of
 
@@ -206,8 +206,9 @@ class RunSection(Section):
     of the precompute recipe has added to it."""
     sample_steps: Positive = 20
     """Sampler steps of the grid."""
-    sample_guidance: Annotated[float, Field(ge=0, le=100)] = 4.0
-    """Guidance scale of the grid; 1: none."""
+    sample_guidance: SampleGuidance = "auto"
+    """Classifier-free guidance scale of the grid; 1: none. "auto": 4, or 1 for a model with guidance as an input
+    (FLUX.1 dev, FLUX.2 dev)."""
     sample_shift: SampleShift = "auto"
     """Shift of the times of grids, `leandit sample` and exports, for "flow". "auto": by the scheduler of
     model.init_from where it has one, else objective.shift. "resolution": as in objective.shift."""

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from ..datasets.recipe import Count, Section, Share
 
 SampleShift = Literal["auto", "resolution"] | Annotated[float, Field(gt=0)]
+SampleGuidance = Literal["auto"] | Annotated[float, Field(ge=0, le=100)]
 
 
 class Objective(Section):

@@ -8,10 +8,13 @@ import pytest
 from features import MAKERS
 from making import Leandit
 
+from leandit.datasets.recipe import shipped_recipes
 from leandit.datasets.store import LatentStore
+from leandit.precompute import config as precompute_config
 from leandit.precompute.effects import CONDITIONS as PRECOMPUTE
 from leandit.precompute.importing.recipe import KIND_KEYS
 from leandit.tools.cli.recipe_keys import recipe_keys
+from leandit.train import config as train_config
 from leandit.train.effects import CONDITIONS as TRAIN
 
 LABELS, CAPTIONS = "dit-s-2-256", "pixart-sigma-256"
@@ -107,6 +110,13 @@ def test_a_key_without_effect_in_a_recipe_file_is_announced(
     ended = leandit(command, tmp_path / "recipe.toml", "--dry-run", "--device", "cpu")
     assert ended.code == 0
     assert f"{key} has no effect" in ended.out + ended.err
+
+
+def test_every_key_of_the_shipped_recipes_has_an_effect() -> None:
+    for name in shipped_recipes(train_config.PACKAGE):
+        assert train_config.notes(train_config.load(name, [])) == [], name
+    for name in shipped_recipes(precompute_config.PACKAGE):
+        assert precompute_config.notes(precompute_config.load(name, [])) == [], name
 
 
 def test_an_override_that_turns_a_feature_off_leaves_its_keys_in_the_recipe(leandit: Leandit, tmp_path: Path) -> None:

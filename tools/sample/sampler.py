@@ -16,9 +16,9 @@ from ...datasets.errors import RecipeError, RecordRejected, RunError, SourceErro
 from ...datasets.format.buckets import MAX_RATIO, assign_bucket, bucket_name, bucket_size
 from ...precompute.config import MAX_CROP_SHARE
 from ...precompute.images.decoders import Decoders
-from ...train.models.build import most_tokens_a_side, patch_of, takes_guidance
+from ...train.models.build import most_tokens_a_side, patch_of
 from ...train.optim.precision import autocast_dtype
-from ...train.sampling.guided import Solver, draw_latents
+from ...train.sampling.guided import Solver, draw_latents, guidance_scale
 from ...train.sampling.schedulers import choose_sampler
 from ...train.sampling.snapshot import Snapshot, load_snapshot
 from ...train.weights.folders import knows_null
@@ -31,7 +31,6 @@ LOG = logging.getLogger(__name__)
 DECODED = 16  # images decoded at once: for each, a decoder needs more memory than the model
 LARGEST_GUIDANCE = 100.0
 MANY_FORWARDS = 1000  # compiling takes about a minute, and saves about a third; a rule, not measured on a GPU
-GUIDANCE = 4.0  # by default
 SOLVER = ("sampler", "steps", "interval", "guided_channels", "shift", "diffusion", "last_step")
 
 
@@ -84,9 +83,9 @@ class ImageSampler:
     ) -> None:
         self.snapshot, self.request, self._compiled = snapshot, request, compiled
         self.sampler = choose_sampler(snapshot.objective, request.sampler, steps=request.steps)
+        self.guidance = guidance_scale(snapshot.spec, request.guidance)
         check_request(snapshot, request, self.sampler)
         self.bucket = choose_bucket(snapshot, request.bucket)
-        self.guidance = choose_guidance(snapshot, request)
         how: dict[str, Any] = {name: getattr(request, name) for name in SOLVER}
         precision = request.precision
         self.solver = Solver(
@@ -202,7 +201,8 @@ def read_own_image(path: Path, buckets: Sequence[str]) -> tuple[np.ndarray, str,
 
 def check_request(snapshot: Snapshot, request: SampleRequest, sampler: str) -> None:
     """Raise RecipeError for guidance or an image that the model does not take, or an option of another sampler."""
-    guidance, channels = choose_guidance(snapshot, request), snapshot.spec.channels
+    guidance = guidance_scale(snapshot.spec, request.guidance)
+    channels = snapshot.spec.channels
     if not 0 <= guidance <= LARGEST_GUIDANCE:
         raise RecipeError(f"--guidance {guidance:g}: expected a number from 0 to {LARGEST_GUIDANCE:g}; 1 means none.")
     if request.guided_channels > channels:
@@ -225,13 +225,6 @@ def check_request(snapshot: Snapshot, request: SampleRequest, sampler: str) -> N
         raise RecipeError("--diffusion, --last-step: only --sampler sde has them. Give it, or leave them out.")
     if snapshot.objective.kind != "flow" and request.shift is not None:
         raise RecipeError(f"--shift {request.shift:g}: only flow matching has one; the run has 'ddpm'. Leave it out.")
-
-
-def choose_guidance(snapshot: Snapshot, request: SampleRequest) -> float:
-    """The requested guidance scale, else 4, or 1 for a distilled model that takes the guidance as an input."""
-    if request.guidance is not None:
-        return request.guidance
-    return 1.0 if takes_guidance(snapshot.spec) else GUIDANCE
 
 
 def choose_bucket(snapshot: Snapshot, requested: str | None) -> str:

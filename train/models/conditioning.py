@@ -98,6 +98,12 @@ class Microbatch:
 register_dataclass(Microbatch)
 
 
+def select_part(images: Microbatch, part: slice) -> Microbatch:
+    """Some images of a microbatch; a placeholder if there are none, because all ranks make the same forwards."""
+    chosen = select(images, part)
+    return chosen if len(chosen) else chosen.placeholder()
+
+
 def select(images: ImagesT, rows: slice | list[int]) -> ImagesT:
     """Some images, in this order, of all tensors (B, ...) and captions in a tuple, dictionary or registered dataclass.
 

@@ -19,11 +19,11 @@ from ..config import TrainRecipe
 from ..models.build import (
     FAMILIES,
     check_model_name,
-    diffusers_config,
     diffusers_names,
     family_of,
     most_tokens_a_side,
     pixels_per_token,
+    takes_guidance,
 )
 from ..models.dit import size_of
 from ..models.dit_dh import is_dit_dh
@@ -80,7 +80,7 @@ def check_fit(recipe: TrainRecipe, places: Sequence[Place], learned: ModelSpec |
     places = [*{place.name: place for place in places}.values()]  # a store that is named twice is listed once
     lacks = {place.name: [*_lacks(recipe, place)] for place in places}
     spec = None if any(lacks.values()) else _spec(recipe, places[0].spec, learned)
-    if spec and recipe.model.guidance != 1 and not _takes_guidance(spec):
+    if spec and recipe.model.guidance != 1 and not takes_guidance(spec):
         raise RecipeError(
             f"model.guidance {recipe.model.guidance:g}: model '{spec.name}' does not take the guidance scale as an "
             "input, so it would have no effect. Leave it out; sampling has a guidance of its own."
@@ -94,11 +94,6 @@ def check_fit(recipe: TrainRecipe, places: Sequence[Place], learned: ModelSpec |
         fits = _store_that_fits(recipe, places[0].spec.images.resolution_px)
         raise RunError(f"model '{recipe.model.name}', {stores}{fits}.")
     return spec
-
-
-def _takes_guidance(spec: ModelSpec) -> bool:
-    """Whether a model is distilled, with the guidance scale as an input."""
-    return bool(family_of(spec.name)) and bool(diffusers_config(spec).get("guidance_embeds"))
 
 
 def _store_that_fits(recipe: TrainRecipe, resolution_px: int) -> str:

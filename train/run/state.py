@@ -29,6 +29,7 @@ from ..parallel.deepspeed_config import may_compile
 from ..parallel.deepspeed_engine import DeepSpeedEngine
 from ..parallel.engine import SHARDED, Engine, build_engine, first_device
 from ..parallel.ranks import ALONE, Ranks, choose_strategy, from_first
+from ..sampling.guided import guidance_scale
 from ..techniques.registry import features_of, routed_blocks, techniques_of
 from ..techniques.technique import Technique
 from ..weights.folders import knows_null
@@ -193,10 +194,12 @@ def check_null(recipe: TrainRecipe, spec: ModelSpec, store: LatentStore) -> None
 
     Raises: RecipeError: the model has not learned it; RunError: the store does not say how long it is.
     """
-    drops, guides = recipe.conditioning.drop > 0, recipe.run.sample_every and recipe.run.sample_guidance != 1
+    drops = recipe.conditioning.drop > 0
+    guidance = guidance_scale(spec, recipe.run.sample_guidance)
+    guides = recipe.run.sample_every > 0 and guidance != 1
     if guides and not drops and not adapts_a_null(recipe):
         raise RecipeError(
-            f"run.sample_guidance {recipe.run.sample_guidance:g}: the weights of model.init_from "
+            f"run.sample_guidance {guidance:g}: the weights of model.init_from "
             f"'{recipe.model.init_from}' were trained with conditioning.drop = 0, so they have not learned the null "
             "condition that guidance needs. Set it to 1, or conditioning.drop above 0."
         )

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ...datasets.errors import RecipeError
 from ...datasets.order.shuffle import keyed_hash
-from ..data_recipe import SampleShift
-from ..models.build import FAMILIES, family_of, patch_of
+from ..data_recipe import SampleGuidance, SampleShift
+from ..models.build import FAMILIES, family_of, patch_of, takes_guidance
 from ..models.conditioning import Conditioner, Conditioning, Extras
 from ..models.spec import ModelSpec
 from ..objectives.losses import TRAIN_STEPS
@@ -22,6 +22,19 @@ from ..objectives.shift import TimeShift
 from ..techniques.registry import ObjectiveSection
 from .schedulers import STOCHASTIC, Diffusion, LastStep, Sampler, choose_sampler, timed_scheduler
 from .shift import sampling_shift
+
+GUIDANCE = 4.0  # by default
+
+
+def guidance_scale(spec: ModelSpec, requested: SampleGuidance | None) -> float:
+    """The scale of classifier-free guidance.
+
+    Args:
+      requested: None or "auto": 4, or 1 for a distilled model, which takes the guidance as an input.
+    """
+    if requested is None or requested == "auto":
+        return 1.0 if takes_guidance(spec) else GUIDANCE
+    return requested
 
 
 @dataclass(frozen=True)

@@ -47,14 +47,13 @@ class Contrastive(Technique):
         """The target of the image before each, (B, C, H, W); before the first image is the last one."""
         from .other_images import previous_rows
 
-        target = images.noise - images.latents
         if global_size == 1:  # a short last batch may have no other image
             return {}
-        return {NEGATIVE: previous_rows(run, target, global_size)}
+        return {NEGATIVE: previous_rows(run, images.noise - images.latents, global_size)}
 
     def terms(self, images: Microbatch, extras: Extras, output: ModelOutput, step: int) -> dict[str, Tensor]:
         if NEGATIVE not in images.targets:
-            return {"contrastive": 0 * output.output.flatten(1).sum(1)}
+            return {"contrastive": output.output.new_zeros(len(output.output))}
         return {"contrastive": self.weight * contrast(output.output, images.targets[NEGATIVE])}
 
 

@@ -89,16 +89,18 @@ class Dispersive(Technique):
             return {}
         import torch
 
+        from ..models.conditioning import select_part
         from .other_images import all_rows
 
         with torch.no_grad():
-            own = torch.cat([self._tokens(run, select_images(images, part), step) for part in parts])[: len(images)]
-        tokens, rows = all_rows(run, own, global_size)
-        own.requires_grad_()
-        loss = dispersion(torch.cat([tokens[: rows.start], own, tokens[rows.stop :]]), self.keys.dispersive_temperature)
-        value = loss[:1].mean()
-        (gradient,) = torch.autograd.grad(value, own)
-        return {VALUE: value.detach().expand(len(own)), GRADIENT: global_size * gradient}
+            tokens_of_parts = [self._tokens(run, select_part(images, part), step) for part in parts]
+            tokens = torch.cat(tokens_of_parts)[: len(images)]
+        all_tokens, rows = all_rows(run, tokens, global_size)
+        tokens.requires_grad_()
+        all_tokens = torch.cat([all_tokens[: rows.start], tokens, all_tokens[rows.stop :]])
+        loss = dispersion(all_tokens, self.keys.dispersive_temperature)[0]  # the same for each image
+        (gradient,) = torch.autograd.grad(loss, tokens)
+        return {VALUE: loss.detach().expand(len(tokens)), GRADIENT: global_size * gradient}
 
     def _tokens(self, run: Run, images: Microbatch, step: int) -> Tensor:
         """Tokens (B, T, E) float32 of the watched block, as the forward of the loss computes them."""
@@ -117,14 +119,6 @@ class Dispersive(Technique):
             carried = (output.watched.float() * images.targets[GRADIENT]).flatten(1).sum(1)
             dispersed = images.targets[VALUE] + carried - carried.detach()
         return {"dispersive": self.keys.dispersive_weight * dispersed}
-
-
-def select_images(images: Microbatch, part: slice) -> Microbatch:
-    """The images of a microbatch, or one placeholder for a rank that has none: all ranks make a forward."""
-    from ..models.conditioning import select
-
-    chosen = select(images, part)
-    return chosen if len(chosen) else chosen.placeholder()
 
 
 def dispersion(tokens: Tensor, temperature: float) -> Tensor:

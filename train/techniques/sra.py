@@ -87,13 +87,12 @@ class SelfAlignment(Alignment):
             return {}
         import torch
 
-        from ..models.conditioning import select
+        from ..models.conditioning import select_part
 
         tokens = []
         with torch.no_grad(), run.engine.averaged():
             for rows in parts:
-                part = select(images, rows)
-                part = part if len(part) else part.placeholder()
+                part = select_part(images, rows)
                 times = (part.times - self.section.less_time * part.draws["less_time"]).clamp_min(0)
                 earlier = replace(part, times=times)
                 output = run.predict(earlier, run.inputs(earlier)._replace(watched=self.section.teacher_block))

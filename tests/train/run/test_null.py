@@ -18,8 +18,12 @@ from leandit.datasets.store import LatentStore
 from leandit.tools.sample.request import SampleRequest
 from leandit.tools.sample.sample import sample_grid
 from leandit.tools.terminal.outcome import sample_with
+from leandit.train.models.diffusers import flux1
+from leandit.train.models.diffusers.flux1 import Flux1
+from leandit.train.run.evaluation import grids
 from leandit.train.run.evaluation.decoding import Decoding
 from leandit.train.run.state import Run
+from leandit.train.sampling.guided import Solver
 from leandit.train.sampling.snapshot import load_snapshot
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
@@ -111,3 +115,24 @@ def test_a_store_that_does_not_say_how_long_its_null_is_trains_without_it_alone(
         Run.open(train_recipe(MODEL), [store], CPU, print)
     Run.open(train_recipe("pixart-tiny"), [store], CPU, print)  # whose null is padded
     assert Run.open(train_recipe(MODEL, NO_DROP), [store], CPU, print).conditioner.null_caption is None
+
+
+@pytest.mark.parametrize("distilled", [False, True])
+@pytest.mark.parametrize("setting", ["auto", 3.0])
+def test_a_grid_of_a_model_with_guidance_as_an_input_is_not_guided_twice(
+    distilled: bool, setting: str | float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Decoding, "start", lambda _: None)
+    monkeypatch.setitem(Flux1.sizes, "flux1-tiny", flux1.size(2, 2, 2, (4, 6, 6), distilled=distilled))
+    scales = []
+
+    def record(model: Any, conditioning: Any, *, size: Any, solver: Solver, **_: Any) -> torch.Tensor:
+        scales.append(solver.guidance)
+        return torch.zeros(len(conditioning.inputs), model.spec.channels, *size)
+
+    monkeypatch.setattr(grids, "draw_latents", record)
+    run_import(make_nemo(tmp_path / "cache", "flux"), tmp_path / "store")
+    recipe = train_recipe("flux1-tiny", "model.channels=16", "run.steps=1", *GRIDS, f"run.sample_guidance={setting}")
+    run_to(recipe, LatentStore(tmp_path / "store"), tmp_path / "run")
+    default = 1.0 if distilled else 4.0
+    assert set(scales) == {default if setting == "auto" else setting}

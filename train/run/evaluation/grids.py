@@ -21,7 +21,7 @@ from ....datasets.order.slices import spread
 from ....datasets.store import LatentStore
 from ...metrics.flops import tokens_per_image
 from ...models.conditioning import Conditioner, Conditioning, select
-from ...sampling.guided import SamplingModel, Solver, draw_latents
+from ...sampling.guided import SamplingModel, Solver, draw_latents, guidance_scale
 from ..state import Run
 
 FORWARD_TOKENS = 16384  # image tokens of a forward
@@ -95,7 +95,7 @@ def draw_grid(run: Run, subjects: Subjects, size: tuple[int, int]) -> Tensor:
     section, ranks, count = run.recipe.run, run.ranks, len(subjects.names)
     solver = Solver(
         steps=section.sample_steps,
-        guidance=section.sample_guidance,
+        guidance=guidance_scale(run.spec, section.sample_guidance),
         autocast=run.autocast_dtype,
         tf32=section.precision == "tf32",
     )
