@@ -15,6 +15,9 @@ MAX_CLASS_BYTES = 1 << 26  # of all class names
 MAX_LABEL_CHARS = 1000  # of the name of a class; longer text is no label
 FIRST_NAME = 1 << 24  # labels from here on are names in the order of their first record, until all are listed
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.0*)?")  # pandas writes integers as 3.0 if other cells are empty
+MISSING = frozenset(
+    ["nan", "na", "n/a", "<na>", "null", "none"]
+)  # in small letters; no classes where others are numbers
 AMONG_NUMBERS = "a name of a class, but other records have numbers"
 
 
@@ -30,6 +33,7 @@ class Labels:
       num_unusable: records that were given no label although their source has a value.
       example: why the first of them has none.
       has_numbers: some record has a class index.
+      mixture: that some names of classes are numbers and some are not; else empty.
       are_too_many: there are more names than there may be classes, so that no record gets a label.
     """
 
@@ -39,6 +43,7 @@ class Labels:
     example: str = ""
     has_numbers: bool = False
     are_too_many: bool = False
+    mixture: str = ""
     _names: dict[str, int] = field(default_factory=dict)
     _num_chars: int = 0
 
@@ -121,11 +126,23 @@ class Labels:
         numbers, names = number_names(self.names, has_numbers=self.has_numbers, classes=classes)
         if self.are_too_many:
             return dict.fromkeys(self._names.values(), -1), None
+        if classes is None and names:
+            self.note_mixture(names)
         return {code: numbers[name] for name, code in self._names.items()}, names
 
+    def note_mixture(self, classes: Sequence[str]) -> None:
+        """Note if some names of classes are numbers: perhaps all should be, and one is misspelt."""
+        others = [name for name in classes if whole_number(name) is None]
+        num_numbers = len(classes) - len(others)
+        if num_numbers and others:
+            self.mixture = (
+                f"labels: {num_numbers:,} numbers and {len(others):,} names, such as {reprlib.repr(others[0])}; all "
+                "are taken as names of classes, which are sorted, so that a number is not the label"
+            )
+
     def notes(self) -> list[str]:
-        """What the user should know of labels that were left out."""
-        notes = []
+        """What the user should know of labels that were left out, or read as names."""
+        notes = [self.mixture] if self.mixture else []
         if self.are_too_many:
             notes.append(
                 f"labels: none, because the guessed column has more than {MAX_CLASSES} different values; name another "
@@ -155,7 +172,8 @@ def number_names(
     if classes is not None:
         places = {name: label for label, name in enumerate(classes)}
         return {name: places.get(name, _own_number(name)) for name in names}, list(classes)
-    if has_numbers or all(WHOLE_NUMBER.fullmatch(name) for name in names):
+    others = [name for name in names if whole_number(name) is None]
+    if has_numbers or not others or (len(others) < len(names) and all(name.lower() in MISSING for name in others)):
         return {name: _own_number(name) for name in names}, None
     ordered = sorted(names)
     return {name: label for label, name in enumerate(ordered)}, ordered

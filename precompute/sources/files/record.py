@@ -23,7 +23,10 @@ MAX_CAPTION_CHARS = 1 << 16  # far beyond any encoder's cut
 MAX_TEXT_BYTES = 1 << 20  # of a .txt, .cls or .json of one record
 MAX_KEY_CHARS = 1024
 NO_CAPTION = ("no_caption", "no caption, or only white space")
-CAPTION_NAMES = ("captions", "caption", "text", "prompt")  # the first that is there counts
+NUL_IN_CAPTION = (
+    "a caption has a NUL character: is its file UTF-16? Convert it, for example with iconv -f UTF-16LE -t UTF-8"
+)
+CAPTION_NAMES = ("captions", "caption", "text", "prompt")  # the first that has a caption counts
 
 Place = tuple[str, int, int, int]
 """Path of a file within the source, offset and number of bytes in it, and its modification time."""
@@ -80,11 +83,11 @@ def usable_key(name: str) -> tuple[str, tuple[str, str] | None]:
 
 
 def captions_of(row: Mapping[str, Any], names: Sequence[str] = CAPTION_NAMES) -> tuple[str, ...]:
-    """Captions of a row: a list or one text, from the first of ``names`` that is present.
+    """Captions of a row: a list or one text, from the first of ``names`` that has any.
 
     Raises: ValueError: not text, too many or too long.
     """
-    value = next((row[name] for name in names if row.get(name) is not None), ())
+    value = next((row[name] for name in names if _has_caption(row.get(name))), ())
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"captions {reprlib.repr(value)} are not text")
@@ -94,4 +97,30 @@ def captions_of(row: Mapping[str, Any], names: Sequence[str] = CAPTION_NAMES) ->
         raise ValueError(f"a caption of {longest} characters, at most {MAX_CAPTION_CHARS} are allowed")
     for text in texts:
         text.encode("utf-8")  # half a surrogate pair is no text
+        if "\0" in text:
+            raise ValueError(NUL_IN_CAPTION)
     return tuple(texts)
+
+
+def _has_caption(value: Any) -> bool:
+    """Whether a field has something besides white space; what is no text is found out later."""
+    if isinstance(value, str):
+        return bool(value.strip())
+    if isinstance(value, list | tuple):
+        return any(not isinstance(text, str) or text.strip() for text in value)
+    return value is not None
+
+
+def decode_text(content: bytes, extension: str) -> str:
+    """The text of a file in UTF-8, without a byte order mark.
+
+    Raises: ValueError: it is not UTF-8.
+    """
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        encoding = "UTF-16" if content.startswith((b"\xff\xfe", b"\xfe\xff")) else "LATIN1"
+        raise ValueError(
+            f"the .{extension} is not UTF-8 (byte {error.start}). Convert it, for example with iconv -f {encoding} -t "
+            "UTF-8 OLD > NEW"
+        ) from error

@@ -30,8 +30,8 @@ SPLITS = {
 }
 USUAL = {name: split for split, names in SPLITS.items() for name in names}
 SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}")  # as the hub's libraries number the files of a split
-WORD = re.compile(rf"(?<![a-z0-9])({'|'.join(USUAL)})(?![a-z])", re.IGNORECASE)
 CONTENT = "images?|imgs?|photos?|pictures?|data|set|split"
+WORD = re.compile(rf"(?<![a-z0-9])({'|'.join(USUAL)})(?:{CONTENT})?(?![a-z])", re.IGNORECASE)  # "my-testset-0"
 FOLDER = re.compile(  # "train", "val2017", "test_images", "images-test", "testset"
     rf"(?:(?:{CONTENT})[-_ ]?)?({'|'.join(USUAL)})(?:[-_ ]?(?:\d+|{CONTENT}))?", re.IGNORECASE
 )
@@ -232,7 +232,7 @@ def values_of_split(where: str, values: Counter[str], scan: Scan) -> list[str] |
       values: number of rows of each value, and as "" of those without.
     Raises: SourceError: several splits and none named, or none of this name.
     """
-    split_of = {value: USUAL.get(value.strip().lower(), value.strip()) for value in values}
+    split_of = {value: _usual_value(value.strip()) for value in values}
     if not any(split in SPLITS for split in split_of.values()):
         return None
     scan.has_split_column = True
@@ -244,6 +244,12 @@ def values_of_split(where: str, values: Counter[str], scan: Scan) -> list[str] |
         return None
     scan.notes.append(f"split '{chosen or UNNAMED}' by the table's column of splits: {plural(counts[chosen], 'row')}")
     return [value for value in values if split_of[value] == chosen]
+
+
+def _usual_value(value: str) -> str:
+    """ "validation" of the values "val", "VAL2017" and "val_set" of a column of splits; else the value itself."""
+    match = FOLDER.fullmatch(value)
+    return USUAL[match[1].lower()] if match else value
 
 
 def splits_of_folders(folders: Counter[str], *, is_table: bool) -> dict[str, str]:

@@ -12,7 +12,7 @@ from ....datasets.errors import SourceError
 from ....datasets.units import plural
 from ...config import SourceSection
 from .labels import Labels, whole_number
-from .record import CAPTION_NAMES, captions_of
+from .record import CAPTION_NAMES, captions_of, decode_text
 
 CAPTION_FILES = ("caption", "txt")  # extensions; the first that is not empty counts
 LINE_END = re.compile(r"\r?\n")  # str.splitlines splits at U+2028, U+0085 and form feeds too, which captions contain
@@ -82,19 +82,20 @@ class TextReader:
             self._num_named["caption"] += 1 if name in row or name in texts else 0
             if name in row:
                 return captions_of(row, [name])
-            return self._captions_in_file(texts[name], row) if name in texts else None
+            return self._captions_in_file(decode_text(texts[name], name), row) if name in texts else None
         for extension in CAPTION_FILES:
-            if texts.get(extension, b"").strip():
-                return self._captions_in_file(texts[extension], row)
+            text = decode_text(texts.get(extension, b""), extension)
+            if text.strip():
+                return self._captions_in_file(text, row)
         return captions_of(row) or None
 
-    def _captions_in_file(self, content: bytes, row: Mapping[str, Any]) -> tuple[str, ...]:
+    def _captions_in_file(self, text: str, row: Mapping[str, Any]) -> tuple[str, ...]:
         """The captions of a file of text, as ``source.text_file`` says.
 
         Args:
           row: of the .json of the same image: img2dataset writes a caption of several lines into both files.
         """
-        text = content.decode("utf-8-sig").strip()
+        text = text.strip()
         lines = [line.strip() for line in split_lines(text)]
         if len(lines) == 1:
             self._num_single += 1 if text else 0
@@ -117,11 +118,11 @@ class TextReader:
             if name in row:
                 return self._labels.read(row[name])
         if name in ("", "cls") and "cls" in texts:
-            text = texts["cls"].decode("utf-8-sig").strip()
+            text = decode_text(texts["cls"], "cls").strip()
             number = whole_number(text)
             return self._labels.read(text if number is None else number)
         if name:
-            return self._labels.read(texts[name].decode("utf-8-sig")) if name in texts else -1
+            return self._labels.read(decode_text(texts[name], name)) if name in texts else -1
         return self._labels.read(next((row[field] for field in LABEL_FIELDS if field in row), None))
 
     def check_named_fields(self, where: str) -> None:

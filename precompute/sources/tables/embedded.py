@@ -468,6 +468,7 @@ def _records_query(place: FoundFile, schema: pa.Schema, roles: Roles) -> str:
 
 def _duck_type(kind: pa.DataType) -> str:
     """What ``typed_cell`` has to know of a type."""
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return "BLOB" if _is_bytes(kind) else "DOUBLE" if pa.types.is_floating(kind) else ""
 
 

@@ -9,7 +9,7 @@ index or the name of a class, as text), ``label_is_number`` (the table has it as
 from __future__ import annotations
 
 from ..files.labels import MAX_CLASSES, MAX_LABEL_CHARS
-from ..files.record import MAX_CAPTION_CHARS, MAX_CAPTIONS
+from ..files.record import MAX_CAPTION_CHARS, MAX_CAPTIONS, NUL_IN_CAPTION
 from ..listing.duck import coalesced, identifier, literal
 from .columns import Roles
 
@@ -36,8 +36,11 @@ def typed_cell(column: str, kind: str) -> str:
     Args:
       kind: its type in DuckDB.
     """
-    if kind == "BLOB":  # would be text
-        return f"CASE WHEN {column} IS NOT NULL THEN json_object('BLOB', octet_length({column})) END"
+    if kind == "BLOB":  # its text if it is UTF-8, as some programs write text; else no text, and no value of a column
+        as_text = f"to_json(TRY(decode({column})))"
+        return (
+            f"CASE WHEN {column} IS NOT NULL THEN coalesce({as_text}, json_object('BLOB', octet_length({column}))) END"
+        )
     if kind in ("FLOAT", "DOUBLE"):  # NaN is no JSON; pandas writes it for a missing value
         return f"CASE WHEN isfinite({column}) THEN to_json({column}) END"
     return f"to_json({column})"
@@ -89,13 +92,16 @@ def _text(cell: str) -> str:
 
 
 def _texts(cell: str) -> str:
-    return f"""CASE json_type({cell}) WHEN 'VARCHAR' THEN [{cell} ->> '$']
+    """The captions of a cell; null if it has none, so that the next column of captions counts."""
+    texts = f"""CASE json_type({cell}) WHEN 'VARCHAR' THEN [{cell} ->> '$']
         WHEN 'ARRAY' THEN json_extract_string({cell}, '$[*]') END"""
+    return f"""CASE WHEN len([text for text in {texts} if {stripped("text")} <> '']) > 0 THEN {texts} END"""
 
 
 def _problem_of_captions(cell: str) -> str:
     return f"""CASE WHEN json_type({cell}) NOT IN ('VARCHAR', 'ARRAY')
         OR len([kind for kind in json_type({cell}, '$[*]') if kind <> 'VARCHAR']) > 0
         THEN 'captions ' || left({cell}::VARCHAR, 40) || ' are not text'
+        WHEN len([text for text in {_texts(cell)} if contains(text, chr(0))]) > 0 THEN {literal(NUL_IN_CAPTION)}
         WHEN json_type({cell}) = 'VARCHAR' AND {cell} ->> '$' LIKE '[%]'
         AND regexp_full_match({cell} ->> '$', '(?s)\\[\\s*[''"].*[''"]\\s*\\]') THEN {literal(LIST_AS_TEXT)} END"""

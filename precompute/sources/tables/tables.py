@@ -285,6 +285,7 @@ def _classes(connection: Any, scan: Scan) -> pa.Table:
     if labels.check_names(len(names), sum(map(len, names))):
         has_numbers = any(is_number and name != "-1" for name, is_number in found)
         numbers, scan.classes = number_names(names, has_numbers=has_numbers)
+        labels.note_mixture(scan.classes or ())
     numbers = {name: number for name, number in numbers.items() if number is not None}
     return pa.table({"class": pa.array(numbers, pa.string()), "number": pa.array(numbers.values(), pa.int64())})
 

@@ -196,7 +196,7 @@ BAD_MEMBERS = [
     ("json", b"[]", "not an object"),
     ("json", b'{"label": "x"}', "other records have numbers"),
     ("json", b'{"label": true}', "class index"),
-    ("txt", b"\xff\xfe", "utf-8"),
+    ("txt", b"\xff\xfe", "UTF-8"),
 ]
 
 

@@ -289,6 +289,27 @@ def test_a_column_of_splits_tells_them_rather_than_folders(table: str, tmp_path:
     assert keys(source, split="all") == names
 
 
+@pytest.mark.parametrize("values", [("train2014", "val2014"), ("train_set", "test_set"), ("Training", "Valid")])
+def test_a_column_of_splits_may_have_years_and_the_word_set(values: tuple[str, str], tmp_path: Path) -> None:
+    names = ["0.png", "1.png"]
+    rows = [row | {"split": value} for row, value in zip(rows_of(*names), values, strict=True)]
+    source = fill(tmp_path, *names)
+    write_table(source, "metadata.jsonl", rows)
+    with pytest.raises(SourceError, match="several splits"):
+        listed(source)
+    for split in ("train", values[0]):
+        assert keys(source, split=split) == ["0.png"]
+    assert keys(source, split=values[1]) == ["1.png"]
+
+
+@pytest.mark.parametrize("names", [("trainset-0.tar", "testset-0.tar"), ("my_trainset.parquet", "my_testset.parquet")])
+def test_names_of_shards_may_have_the_word_set(names: tuple[str, str], tmp_path: Path) -> None:
+    fill(tmp_path, *names)
+    with pytest.raises(SourceError, match="several splits"):
+        listed(tmp_path)
+    assert keys(tmp_path, split="train") == [f"{names[0].rpartition('.')[0]}/0"]
+
+
 def test_a_column_of_splits_beside_the_images(tmp_path: Path) -> None:
     for number, splits in enumerate((["train", "test"], ["val", None])):
         columns = {"image": [png(0), png(1)], "split": splits, "text": ["one", "two"]}

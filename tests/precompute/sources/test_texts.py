@@ -76,6 +76,35 @@ def test_a_text_is_split_at_ends_of_lines_unless_it_is_one_caption(write: Callab
     assert [captions for _, captions in stored(tmp_path / "store")] == [captions for _, captions in TEXTS.values()]
 
 
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_bytes_of_another_encoding_are_no_caption_and_the_reject_names_it(
+    write: Callable[..., Path], tmp_path: Path
+) -> None:
+    """UTF-16 of Latin letters without a byte order mark is valid UTF-8, with a NUL beside each letter."""
+    boat = "a boat"
+    texts = [boat.encode("utf-16-le"), boat.encode("utf-16-be"), boat.encode("utf-16"), "caf\xe9".encode("latin1")]
+    images = [{"txt": text} for text in texts] + [{"json": b'{"caption": "a\\u0000b"}'}, {"txt": boat.encode()}]
+    encode(caption_recipe("source.max_reject_share=1"), write(tmp_path / "source", images), tmp_path / "store")
+    assert stored(tmp_path / "store") == [("bad_metadata", ())] * 5 + [(None, (boat,))]
+    details = LatentStore(tmp_path / "store").records["detail"].to_pylist()
+    assert ["UTF-16" in detail for detail in details[:4]] == [True, True, True, False]
+    assert "LATIN1" in details[3]
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_the_first_field_with_a_caption_counts(write: Callable[..., Path], tmp_path: Path) -> None:
+    fields: list[dict[str, Any]] = [
+        {"captions": [], "caption": "a boat"},
+        {"captions": [" "], "caption": "a boat"},
+        {"caption": "", "text": "a boat"},
+        {"captions": ["a boat", ""], "caption": "a sea"},
+    ]
+    images = [{"json": json.dumps(row).encode()} for row in fields]
+    images += [{"caption": "\ufeff".encode(), "txt": b"a boat"}]
+    encode(caption_recipe(), write(tmp_path / "source", images), tmp_path / "store")
+    assert [captions for _, captions in stored(tmp_path / "store")] == [("a boat",)] * 5
+
+
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [
@@ -187,6 +216,40 @@ def test_labels_of_text_that_are_numbers_are_class_indices(form: str, tmp_path: 
     encode(caption_recipe(), table_of(rows, form)(tmp_path / "source"), tmp_path / "store")
     assert LatentStore(tmp_path / "store").spec.classes == ["0", "1", "2"]
     assert [label for label, _ in stored(tmp_path / "store")] == ["2", "0", None]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_missing_value_in_words_does_not_turn_numbers_into_names(form: str, tmp_path: Path) -> None:
+    """Sorted as names, 10 would come before 2."""
+    labels = ("2", "nan", "10", "N/A", "0")
+    rows = [{"text": f"caption {i}", "label": label} for i, label in enumerate(labels)]
+    report = encode(caption_recipe(), table_of(rows, form)(tmp_path / "source"), tmp_path / "store")
+    assert LatentStore(tmp_path / "store").records["label"].to_pylist() == [2, -1, 10, -1, 0]
+    assert report.source
+    assert [note for note in report.source.notes if note.startswith("labels: 2 values are neither")]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_numbers_among_names_are_names_and_a_note_says_so(form: str, tmp_path: Path) -> None:
+    rows = [{"text": f"caption {i}", "label": label} for i, label in enumerate(("2", "1O", "10"))]
+    report = encode(caption_recipe(), table_of(rows, form)(tmp_path / "source"), tmp_path / "store")
+    assert [label for label, _ in stored(tmp_path / "store")] == ["2", "1O", "10"]
+    assert report.source
+    assert [note for note in report.source.notes if note.startswith("labels: 2 numbers and 1 names, such as '1O'")]
+
+
+@pytest.mark.parametrize("form", ["Parquet of paths", "Parquet with images"])
+def test_captions_in_bytes_are_read_as_utf8_or_rejected(form: str, tmp_path: Path) -> None:
+    rows = [{"text": text} for text in ("caf\xe9".encode(), b"caf\xe9")]
+    source = table_of(rows, form)(tmp_path / "source")
+    encode(caption_recipe("source.max_reject_share=1"), source, tmp_path / "store")
+    assert stored(tmp_path / "store") == [(None, ("caf\xe9",)), ("bad_metadata", ())]
+
+
+def test_the_first_column_with_a_caption_counts_in_a_row_of_a_table(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"captions": empty, "caption": "a boat"} for empty in ([], "", [" "], None)]
+    encode(caption_recipe(), table_of(rows, "JSONL")(tmp_path / "source"), tmp_path / "store")
+    assert [captions for _, captions in stored(tmp_path / "store")] == [("a boat",)] * 4
 
 
 @pytest.mark.parametrize("form", FORMS)
