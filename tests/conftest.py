@@ -23,6 +23,8 @@ from hypothesis import HealthCheck, settings
 from noise_store import make_store
 from stores import Everything, copy_of, everything_in, make_everything, make_grown, noise_store, small_shards
 
+from leandit.datasets.format import row_layout
+from leandit.datasets.format.row_layout import MAX_SHARD_ROWS
 from leandit.datasets.format.schema import FeatureSpec
 from leandit.datasets.store import LatentStore
 from leandit.precompute import pipeline
@@ -193,7 +195,9 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Golden:
         folder, done = root / f"golden-{name}", root / f"golden-{name}.done"
         with FileLock(root / f"golden-{name}.lock"):
             if not done.exists():
-                make(folder)
+                with pytest.MonkeyPatch.context() as patch:  # a fixture of the first test may have made shards small
+                    patch.setattr(row_layout, "MAX_SHARD_ROWS", MAX_SHARD_ROWS)
+                    make(folder)
                 done.touch()
         return folder
 
