@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from .files import FoundFile, SourceFiles
-from .further import FurtherImages
+from .further import SEPARATORS, FurtherImages
 from .record import Place, is_image
 
 KINDS = "masklabel|condlabel|masks?|controls?|conditioning|cond|thumbnails?|thumbs?"
@@ -21,7 +21,6 @@ KINDS = "masklabel|condlabel|masks?|controls?|conditioning|cond|thumbnails?|thum
 MASKS = re.compile(rf"(?:images?[-_ ])?(?:{KINDS})(?:[-_ ]images?)?", re.IGNORECASE)
 ENDING = re.compile(rf"(.+)([-_.](?:{KINDS}))", re.IGNORECASE)  # of a name without its extension
 IMAGE_FOLDERS = ("images", "image", "imgs", "img", "photos", "targets", "target")
-SEPARATORS = "-_."
 MIN_SHARE = 0.5  # of the images of a folder that must have the names of other images
 CACHED_FOLDERS = 16
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ MAX_COLUMNS = 100  # that are counted apart
 NUM_SHOWN = 4
 OTHERS = "others"
 BOX = re.compile(rb"\s*\d+(\s+[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?){4,}\s*")  # a class and four or more coordinates
-MASKS = re.compile(r"mask|seg|matte|alpha", re.IGNORECASE)  # in the names of companions that are likely masks
+SEPARATORS = "-_."  # before an ending of names, as in a-mask.png
+MASK_WORDS = re.compile(r"mask|seg|matte|alpha", re.IGNORECASE)  # in the columns of companions that are likely masks
 
 
 @dataclass
@@ -65,13 +67,10 @@ class FurtherImages:
         """What was left out, and how to store it."""
         notes = []
         for column, count in self.columns.most_common(NUM_SHOWN):
-            name = companion_name(column)
-            kind = "mask" if MASKS.search(column) else "image"
             example = f", such as '{self.examples[column]}'" if self.examples[column] else ""
-            default = "" if column.lstrip("-_.") in (name, OTHERS) else f" --set companions.{name}.column={column}"
             notes.append(
-                f"left out: {plural(count, 'image')} '{column}', each of another image{example}. To store "
-                f"them as companions: --set companions.{name}.kind={kind}{default}"
+                f"left out: {plural(count, 'image')} '{column}', each of another image{example}. To store them as "
+                f"companions: {companion_options(column)}"
             )
         if len(self.columns) > NUM_SHOWN:
             notes.append(f"left out: further images, {', '.join(sorted(self.columns)[:MAX_COLUMNS])}")
@@ -88,8 +87,18 @@ class FurtherImages:
         return notes
 
 
-def companion_name(column: str) -> str:
-    """A name for the companion of a column: a section of the recipe."""
-    plain = re.sub(r"\.[a-z]+$", "", column.lower().lstrip("-_."))
-    plain = re.sub(r"[^a-z0-9]+", "_", plain).strip("_")
-    return plain if plain[:1].isalpha() else f"image_{plain}"
+def companion_options(column: str) -> str:
+    """The options of the command that store further images as a companion.
+
+    Args:
+      column: of the companion: a column of a table, a field of tars, or an ending or a folder of names.
+    """
+    name = re.sub(r"\.[a-z]+$", "", column.lower().lstrip(SEPARATORS))
+    name = re.sub(r"[^a-z0-9]+", "_", name).strip("_")
+    if not name[:1].isalpha():
+        name = f"image_{name}"
+    kind = "mask" if MASK_WORDS.search(column) else "image"
+    options = f"--set companions.{name}.kind={kind}"
+    if column.lstrip(SEPARATORS) != name:
+        options += f" --set {shlex.quote(f'companions.{name}.column={column}')}"
+    return options

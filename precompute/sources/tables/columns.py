@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ....datasets.errors import SourceError
 from ...config import SourceSection
 from ..files.beside import MASKS
+from ..files.further import companion_options
 from ..files.record import CAPTION_NAMES
 
 MAX_SHOWN = 20  # columns in a message
@@ -65,41 +66,63 @@ def choose_columns(
     Returns: the columns by role, and a note for the user.
     Raises: SourceError: a named column is missing or occurs twice, or no column names the images.
     """
-    asked = {IMAGES: settings.image, CAPTIONS: settings.caption, LABELS: settings.label}
-    if missing := next((name for name in (*asked.values(), *companions) if name and name not in columns), None):
+    named = {IMAGES: settings.image, CAPTIONS: settings.caption, LABELS: settings.label}
+    missing = next((name for name in (*named.values(), *companions) if name and name not in columns), None)
+    if missing:
         raise SourceError(f"{where}: it has no column '{missing}'. {shown_columns(columns)}")
-    roles_read = {role for role in asked if role != LABELS or settings.labels != "none"}
-    chosen = {role: [name] if name else usual_columns(columns, role) for role, name in asked.items()}
-    chosen = {role: names if role in roles_read else [] for role, names in chosen.items()}
+    roles_read = set(named)
+    if settings.labels == "none":
+        roles_read.remove(LABELS)
+    chosen: dict[str, list[str]] = {}
+    for role, name in named.items():
+        if role not in roles_read:
+            chosen[role] = []
+        elif name:
+            chosen[role] = [name]
+        else:
+            chosen[role] = usual_columns(columns, role)
     if not chosen[IMAGES]:
         raise SourceError(
             f"{where}: no column seems to name the images. {shown_columns(columns)} Name it with "
             "--set source.image=NAME."
         )
     described = [f"{role} {' or '.join(map(repr, names)) if names else 'none'}" for role, names in chosen.items()]
-    described += [f"companions {', '.join(map(repr, companions))}"] if companions else []
-    sides = [next((name for name in columns if name.strip().lower() == side), "") for side in SIDES]
-    sides = list(SIDES) if may_vary else sides if all(sides) else []
+    if companions:
+        described.append(f"companions {', '.join(map(repr, companions))}")
+    sides = list(SIDES) if may_vary else _side_columns(columns)
     used = {*chosen[IMAGES], *chosen[CAPTIONS], *chosen[LABELS], *sides, *companions}
     split = split_column([name for name in columns if name not in used])
     used.add(split)
     others = [name for name in columns if name not in used]
-    note = f"columns: {', '.join(described)}" + (
-        f"; not used: {', '.join(map(repr, others[:MAX_SHOWN]))}" if others else ""
-    )
+    note = f"columns: {', '.join(described)}"
+    if others:
+        note += f"; not used: {', '.join(map(repr, others[:MAX_SHOWN]))}"
     masks = [name for name in others if MASKS.fullmatch(name)]
     if masks:
-        note += f"; --set companions.{masks[0].lower()}.kind=mask (or image) stores a column of masks or control images"
+        note += f"; {companion_options(masks[0])} stores a column of masks or control images (kind=mask or image)"
     if may_vary:
         for role in roles_read:
-            if not asked[role]:
+            if not named[role]:
                 chosen[role] = [*KNOWN[role], *chosen[role]]
-    images, captions, labels = (tuple(dict.fromkeys(names)) for names in chosen.values())
-    roles = Roles(images, captions, labels, tuple(sides), tuple(companions), split)
+    roles = Roles(
+        images=tuple(dict.fromkeys(chosen[IMAGES])),
+        captions=tuple(dict.fromkeys(chosen[CAPTIONS])),
+        labels=tuple(dict.fromkeys(chosen[LABELS])),
+        sides=tuple(sides),
+        companions=tuple(companions),
+        split=split,
+    )
     lower = [name.lower() for name in columns]
-    if twice := next((name for name in roles.names if lower.count(name.lower()) > 1), None):
+    twice = next((name for name in roles.names if lower.count(name.lower()) > 1), None)
+    if twice:
         raise SourceError(f"{where}: two columns are called '{twice}'. Remove or rename one.")
     return roles, note
+
+
+def _side_columns(columns: Sequence[str]) -> list[str]:
+    """The columns of height and width in pixels; none unless there are both."""
+    sides = [next((name for name in columns if name.strip().lower() == side), "") for side in SIDES]
+    return sides if all(sides) else []
 
 
 def usual_columns(columns: Sequence[str], role: str) -> list[str]:

@@ -12,7 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from ..files.beside import ENDING, IMAGE_FOLDERS, MASKS, SEPARATORS
+from ..files.beside import ENDING, IMAGE_FOLDERS, MASKS
+from ..files.further import SEPARATORS
 from ..files.record import is_image
 from .members import TarMember
 

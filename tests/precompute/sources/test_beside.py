@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -212,3 +213,16 @@ def test_masks_in_a_tar_are_fields(tmp_path: Path) -> None:
     assert captions_or_reasons(source) == {"0/a": "of a", "0/b": "of b"}
     assert any("left out: 2 images 'masklabel.png'" in note for note in source.notes)
     assert len(listed(tmp_path, {"mask": "masklabel.png"}).records[0].companions) == 1
+
+
+@pytest.mark.parametrize("column", ["mask", "Mask", "image mask", "conditioning_image"])
+def test_the_options_that_are_offered_for_a_column_of_a_table_store_it(column: str, tmp_path: Path) -> None:
+    root = fill(tmp_path, images("a.jpg", "x/a.png"))
+    write_file(root / "metadata.jsonl", json.dumps({"file_name": "a.jpg", "text": "one", column: "x/a.png"}))
+    (note,) = [note for note in listed(root).notes if "--set companions." in note]
+    options = shlex.split(note[note.index("--set") : note.index(" stores ")])
+    recipe = caption_recipe(*(option for option in options if option != "--set"))
+    (name,) = recipe.companions
+    assert (recipe.companions[name].kind == "mask") == ("mask" in column.lower())
+    (record,) = listed(root, recipe.companion_columns).records
+    assert [place[0] for place in record.companions] == ["x/a.png"]
