@@ -127,7 +127,9 @@ def precompute(
     with Decoders(num_threads(), max_megapixels=recipe.images.max_megapixels) as decoders:
         LOG.info(
             "encoders on %s; %d decoders, one for each core that this process may use, at most %d",
-            *(encoders.image.device, decoders.num_at_once, MAX_THREADS),
+            encoders.image.device,
+            decoders.num_at_once,
+            MAX_THREADS,
         )
         runner = Runner(encoders, decoders, source, clock=clock)
         stage = Stage1(store_path, recipe, source_path, runner, progress, say, part, options or Options(), listed)
@@ -294,11 +296,15 @@ class Stage1:
 
     def list_source(self) -> Source:
         """List the source, unless the caller has, and print notes on it."""
-        source = self.listed = self.runner.source = self.listed or list_sources(
-            *(self.source_path, self.recipe.source, self.recipe.companion_columns),
+        source = self.listed or list_sources(
+            self.source_path,
+            self.recipe.source,
+            self.recipe.companion_columns,
             needs_labels=self.recipe.needs_labels,
             progress=lambda done: self.progress("list", done, 0),
         )
+        self.listed = source
+        self.runner.source = source
         for note in source.notes:
             self.say(f"source '{source.name}': {note}")
         for warning in label_warnings(self.recipe, source):
@@ -317,7 +323,10 @@ class Stage1:
             self.say("self-check: the autoencoder has no decoder, so vae.min_psnr has no effect")
         with self.runner.clock.measure(CHECK):
             return check_encoders(
-                *(plan, self.runner.encoders, self.runner.decoders, self.runner.source),
+                plan,
+                self.runner.encoders,
+                self.runner.decoders,
+                self.runner.source,
                 min_psnr_db=self.recipe.vae.min_psnr,
                 say=self.say,
                 progress=lambda done: self.progress("self-check", done, NUM_IMAGES),

@@ -41,7 +41,8 @@ ATTEMPTS = 8 * NUM_IMAGES  # some may not decode
 MAX_PSNR_DB = 100.0  # of an image that comes back exactly
 CLEARLY_BETTER_DB = 6.0
 NAMED_CHANNELS = 16  # with more channels, only the range is printed
-STD_KEYS, MEAN_KEYS = "scaling_factor, latents_std", "shift_factor, latents_mean"  # of a VAE's config
+STD_KEYS = "scaling_factor, latents_std"  # of a VAE's config
+MEAN_KEYS = "shift_factor, latents_mean"
 
 
 @dataclass(frozen=True)
@@ -115,14 +116,18 @@ def check_encoders(
         _check_outputs(column, images, number, encoders, plan)
     if not encoders.image.has_decoder:
         return None
-    trips = [trip for image in images if (trip := _round_trip(plan, image, columns, encoders.image))]
+    trips: list[RoundTrip] = []
+    for image in images:
+        trip = _round_trip(plan, image, columns, encoders.image)
+        if trip:
+            trips.append(trip)
     if not trips:
         say("self-check: none of the images tried can be decoded, so the VAE was not checked")
         return None
     check = _measure(trips)
     for line in describe(check):
         say(f"self-check: {line}")
-    unusual = unusual_channels(check)
+    unusual = channel_warning(check)
     decibels = [image.psnr_db for image in check.images]
     if np.median(decibels) < min_psnr_db:
         raise EncoderError(
@@ -176,7 +181,6 @@ def _check_outputs(
     if not images:
         return
     is_latent = column.group == LATENTS
-    key = "vae" if is_latent else f"features.{column.group}"
     model = encoders.image if is_latent else encoders.features[column.group]
     tried = f"all {len(images)} images of the source that were tried" if len(images) > 1 else "the image that was tried"
     outputs = [image.outputs(number) for image in images]
@@ -189,10 +193,15 @@ def _check_outputs(
     rows = [column.narrow(of_image, positions) for of_image in outputs]
     if not any(map(is_finite, rows)):
         largest = max(float(np.abs(output).max()) for of_image in outputs for output in of_image)
-        store_key = f'store.dtype = "{plan.spec.latent.dtype}"' if is_latent else f"{key}.dtype"
+        if is_latent:
+            setting = f'store.dtype = "{plan.spec.latent.dtype}"'
+            wider = 'store.dtype = "float32"'
+        else:
+            setting = f'features.{column.group}.dtype = "{column.token_dtype}"'
+            wider = f'features.{column.group}.dtype = "int8", which has a scale for each token'
         raise EncoderError(
-            f"{model.label}: its outputs reach {largest:.3g} for {tried}, which {store_key} cannot hold. Nothing was "
-            'written. Set store.dtype = "float32", or check the weights of the model.'
+            f"{model.label}: its outputs reach {largest:.3g} for {tried}, which {setting} cannot hold. Nothing was "
+            f"written. Set {wider}, or check the weights of the model."
         )
 
 
@@ -204,7 +213,7 @@ def _ignores_images(images: Sequence[EncodedImage], outputs: Sequence[list[np.nd
         if images[i].bucket == images[j].bucket and not np.array_equal(images[i].pixels, images[j].pixels)
     ]
     return bool(pairs) and all(
-        np.array_equal(one, other) for i, j in pairs for one, other in zip(outputs[i], outputs[j], strict=True)
+        np.array_equal(first, second) for i, j in pairs for first, second in zip(outputs[i], outputs[j], strict=True)
     )
 
 
@@ -212,9 +221,9 @@ def _round_trip(
     plan: FrozenPlan, image: EncodedImage, columns: Sequence[Column], encoder: ImageEncoder
 ) -> RoundTrip | None:
     """What comes back of an image; None if it is rejected, as it will be when the store is made."""
-    spec, views = plan.spec.latent, {OWN: [image.pixels[None]]}
+    spec = plan.spec.latent
     try:
-        stored = stored_row(image.encoded, 0, views, image.position, columns)
+        stored = stored_row(image.encoded, 0, {OWN: [image.pixels[None]]}, image.position, columns)
         if isinstance(stored, RecordRejected):
             return None
         latent = mean_latents(torch.from_numpy(stored.rows[0][0][None]), spec)
@@ -255,21 +264,26 @@ def describe(check: SelfCheck) -> list[str]:
     return lines
 
 
-def unusual_channels(check: SelfCheck) -> str:
+def channel_warning(check: SelfCheck) -> str:
     """What to say about channels that are far from mean 0 and deviation 1; "" if none is."""
-    low, high = STD_LIMITS
+    num_channels = len(check.channel_std)
     unusual_means, unusual_stds = latent_statistics.unusual_channels(check.channel_mean, check.channel_std)
-    for name, values, unusual, expected, limits, keys in (
-        ("standard deviations", check.channel_std, unusual_stds, 1, f"outside {low:g} to {high:g}", STD_KEYS),
-        ("means", check.channel_mean, unusual_means, 0, f"beyond {MEAN_LIMIT:g}", MEAN_KEYS),
-    ):
-        if unusual:
-            return (
-                f"The latents as the model sees them have {name} of {min(values):.2g} to {max(values):.2g}, expected "
-                f"about {expected} ({len(unusual)} of {len(values)} channels are {limits}): check {keys} or the batch "
-                "norm of the VAE."
-            )
-    return ""
+    if unusual_stds:
+        low, high = STD_LIMITS
+        figures = (
+            f"standard deviations of {min(check.channel_std):.2g} to {max(check.channel_std):.2g}, expected about 1 "
+            f"({len(unusual_stds)} of {num_channels} channels are outside {low:g} to {high:g})"
+        )
+        keys = STD_KEYS
+    elif unusual_means:
+        figures = (
+            f"means of {min(check.channel_mean):.2g} to {max(check.channel_mean):.2g}, expected about 0 "
+            f"({len(unusual_means)} of {num_channels} channels are beyond {MEAN_LIMIT:g})"
+        )
+        keys = MEAN_KEYS
+    else:
+        return ""
+    return f"The latents as the model sees them have {figures}: check {keys} or the batch norm of the VAE."
 
 
 def _likely_mistake(trips: list[RoundTrip]) -> str:

@@ -116,13 +116,13 @@ def list_sources(
     notes = [f"'{source.name}': {note}" for source in listed for note in source.notes]
     notes += [f"'{path}': its keys begin with '{name}/'" for path, name in list(zip(paths, names, strict=True))[1:]]
     return Source(
-        listed[0].settings,
-        listed[0].files,
-        records,
-        classes,
-        _all_ignored(listed),
-        notes,
-        names_of_classes(asked.class_names, rows, classes) if rows else None,
+        settings=listed[0].settings,
+        files=listed[0].files,
+        records=records,
+        classes=classes,
+        ignored=_all_ignored(listed),
+        notes=notes,
+        class_names=names_of_classes(asked.class_names, rows, classes) if rows else None,
         others=tuple(
             (name, OpenedSource(source.settings, source.files, companions=source.companions))
             for name, source in zip(names[1:], listed[1:], strict=True)

@@ -38,12 +38,7 @@ from .listing.listing import Listing, record_batches, rejected, spool, with_labe
 from .listing.of_split import records_of_split
 from .tables.embedded import ARROW, PARQUET, EmbeddedImages, embedded_batches
 from .tables.formats import is_coco
-from .tables.tables import (
-    METADATA,
-    coco_names,
-    root_elsewhere,
-    table_batches,
-)
+from .tables.tables import METADATA, coco_names, root_elsewhere, table_batches
 from .tars.imagenet import imagenet
 from .tars.webdataset import webdataset
 
@@ -55,13 +50,8 @@ MAX_SENT_BYTES = 256 << 20  # of an image that this process reads for a decoder
 LISTED = ["key", "path", "offset", "num_bytes", "mtime_ns", "label", "captions", "height_px", "width_px"]
 SHARDED = (PARQUET, "webdataset", "imagenet")  # kinds of files that hold many images, whose names tell splits
 EMBEDDED = (PARQUET, ARROW)  # kinds whose images are bytes in the rows of a file
-WITH_COMPANIONS = (
-    *TABLES,
-    *EMBEDDED,
-    "webdataset",
-    "sidecars",
-    "imagefolder",
-)  # kinds whose records may have further images
+# Kinds whose records may have further images.
+WITH_COMPANIONS = (*TABLES, *EMBEDDED, "webdataset", "sidecars", "imagefolder")
 WITH_FOLDERS = (*TABLES, "imagefolder", "sidecars", "webdataset")  # kinds whose images are in folders that tell splits
 NO_COMPANIONS: Mapping[str, str] = {}
 WITH_TEXTS = ("sidecars", "webdataset")  # kinds whose captions are in texts of an image
@@ -270,7 +260,9 @@ def _opened(path: Path | str, asked: SourceSection | Kind) -> _Opened:
     whole = files
     kind, files, table, notes = detect_kind(files, settings)
     settings = settings.model_copy(update={"kind": kind})
-    shards = (name for name in files.names() if name.endswith(SHARD_ENDS)) if kind in SHARDED and not files.only else ()
+    shards: list[str] = []
+    if kind in SHARDED and not files.only:
+        shards = [name for name in files.names() if name.endswith(SHARD_ENDS)]
     is_split = files is not whole or tell_split(shards) or tell_split(coco_names(files))
     check_keys(files.name, COCO if table and kind in TABLES and is_coco(files, table) else kind, settings, notes)
     elsewhere = root_elsewhere(files, settings.root) if settings.root else None
@@ -336,7 +328,14 @@ def list_source(
         )
     class_names = names_of_classes(settings.class_names, names, classes) if names else None
     return Source(
-        *(settings, opened.files, records, classes, scan.ignored, scan.notes, class_names), companions=dict(companions)
+        settings=settings,
+        files=opened.files,
+        records=records,
+        classes=classes,
+        ignored=scan.ignored,
+        notes=scan.notes,
+        class_names=class_names,
+        companions=dict(companions),
     )
 
 
@@ -394,8 +393,10 @@ def _batches(files: SourceFiles, images: SourceFiles, table: str | None, scan: S
         elif kind in RECORDS:
             yield from record_batches(RECORDS[kind](files, scan))
         elif table is None or (kind == "metadata" and table not in METADATA):
-            names = "manifest (*.jsonl, *.csv, *.parquet or data_info.json)"
-            names = " or ".join(METADATA) if kind == "metadata" else names
+            if kind == "metadata":
+                names = " or ".join(METADATA)
+            else:
+                names = "manifest (*.jsonl, *.csv, *.parquet or data_info.json)"
             raise SourceError(f"source '{files.name}': there is no {names}, which source.kind \"{kind}\" needs.")
         else:
             yield from table_batches(files, images, table, scan)

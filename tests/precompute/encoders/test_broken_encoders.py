@@ -19,6 +19,7 @@ from tiny_autoencoders import save_autoencoder
 from leandit.datasets.errors import EncoderError
 from leandit.precompute.encoders import vae as encoders_module
 from leandit.precompute.encoders.vae import ImageEncoder
+from leandit.precompute.encoders.vision.features import FeatureEncoder
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 Tensors = dict[str, torch.Tensor]
@@ -142,6 +143,27 @@ def test_a_vision_model_that_cannot_encode_is_named(
     assert f"features.teacher.model '{folder}', features.teacher.encoder_dtype = \"float32\"" in str(caught.value)
     assert words in str(caught.value)
     assert not (tmp_path / "store").exists()
+
+
+def test_a_dtype_of_features_that_cannot_hold_them_is_named_with_one_that_can(
+    good_vae: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    folder = tmp_path / "clip"
+    config = transformers.CLIPVisionConfig(**sizes, image_size=32, patch_size=8)
+    transformers.CLIPVisionModel(config).save_pretrained(folder)
+    transformers.CLIPImageProcessor().save_pretrained(folder)
+    forward = FeatureEncoder.encode
+    monkeypatch.setattr(FeatureEncoder, "encode", lambda self, pixels: [x * 1e5 + 1e5 for x in forward(self, pixels)])
+    settings = [f"vae.model={good_vae}", f"features.teacher.model={folder}", "text.kind=none"]
+    with pytest.raises(
+        EncoderError,
+        match=r'which features\.teacher\.dtype = "float16" cannot hold\..*Set features\.teacher\.dtype = "int8"',
+    ):
+        encode(caption_recipe(*settings), source, tmp_path / "store")
+    recipe = caption_recipe(*settings, "features.teacher.dtype=int8")
+    report = encode(recipe, source, tmp_path / "store")
+    assert report.num_encoded == 12
 
 
 def test_a_text_encoder_that_gives_nan_for_all_is_named_and_no_caption_is_blamed(tmp_path: Path) -> None:
