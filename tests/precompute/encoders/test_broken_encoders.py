@@ -154,13 +154,13 @@ def test_a_dtype_of_features_that_cannot_hold_them_is_named_with_one_that_can(
     transformers.CLIPVisionModel(config).save_pretrained(folder)
     transformers.CLIPImageProcessor().save_pretrained(folder)
     forward = FeatureEncoder.encode
-    monkeypatch.setattr(FeatureEncoder, "encode", lambda self, pixels: [x * 1e5 + 1e5 for x in forward(self, pixels)])
+    monkeypatch.setattr(FeatureEncoder, "encode", lambda self, pixels: [x * 1e6 + 1e6 for x in forward(self, pixels)])
     settings = [f"vae.model={good_vae}", f"features.teacher.model={folder}", "text.kind=none"]
     with pytest.raises(
         EncoderError,
         match=r'which features\.teacher\.dtype = "float16" cannot hold\..*Set features\.teacher\.dtype = "int8"',
     ):
-        encode(caption_recipe(*settings), source, tmp_path / "store")
+        encode(caption_recipe(*settings, "vae.min_psnr=1"), source, tmp_path / "store")
     recipe = caption_recipe(*settings, "features.teacher.dtype=int8")
     report = encode(recipe, source, tmp_path / "store")
     assert report.num_encoded == 12
