@@ -68,15 +68,15 @@ def look_for_plan(root: Path) -> FrozenPlan | None:
         return None
     if revisions := [*sealed_revisions(root), *planned_revisions(root)]:
         return read_plan(root, max(revisions))
-    if revision := begun_revision(root):
-        raise StoreIncomplete(
-            f"store '{root}': the plan of revision {revision} is missing. Run the same precompute command again: it "
-            "plans the revision again, and keeps the shards that the same plan has encoded."
-        )
     others = (path.name for path in root.iterdir() if path.name not in (LEASES, REVISIONS))
     if any(not name.startswith(TEMPORARY_PREFIX) for name in others):  # of a plan that another process is writing
         if planned_revisions(root):  # another process has just finished it
             return look_for_plan(root)
+        if revision := begun_revision(root):
+            raise StoreIncomplete(
+                f"store '{root}': the plan of revision {revision} is missing. Run the same precompute command again: it "
+                "plans the revision again, and keeps the shards that the same plan has encoded."
+            )
         check_store(root)  # raises if it is not a store
         raise StoreError(
             f"store '{root}': it has neither a plan nor a manifest, so nothing can be added. Nothing was changed. Use "

@@ -286,7 +286,7 @@ def check_fails(scenario: Scenario, kind: Any, points: Iterable[int]) -> int:
             else:
                 failed += 1
                 assert outcome.code == 1, f"{said}: ended with {outcome.code}"
-                wanted = {"enospc": "ResourceError", "eio": "OSError"}[kind]
+                wanted = {"enospc": "ResourceError", "eio": "ResourceError"}[kind]
                 assert wanted in outcome.error, f"{said}: {outcome.message}"
                 assert kind != "enospc" or re.search(r"iB free", outcome.message), f"{said}: {outcome.message}"
                 assert_true_so_far(store, scenario, said)
