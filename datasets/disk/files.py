@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from ..errors import ResourceError
 from ..units import readable_size
-from .faults import FAULTS, fault_of
+from .faults import FAULTS, fault_of, named_faults
 from .locks import hold
 
 FAILPOINT_VARIABLE = "LEANDIT_FAILPOINT"
@@ -194,14 +194,15 @@ def remove(path: Path) -> None:
     """Remove a file or folder; a folder is renamed to a temporary first, so that it never looks complete."""
     if path.is_dir() and not path.is_symlink():
         temporary = temporary_beside(path)
-        with hold(path):
+        with named_faults(path), hold(path):
             _renew_time(path)
             _rename(path, temporary)
             _step("remove", temporary)
             shutil.rmtree(temporary)  # if it fails, the next command sweeps the rest
     elif os.path.lexists(path):
-        _step("remove", path)
-        path.unlink(missing_ok=True)
+        with named_faults(path):
+            _step("remove", path)
+            path.unlink(missing_ok=True)
 
 
 def _renew_time(folder: Path) -> None:
@@ -212,8 +213,9 @@ def _renew_time(folder: Path) -> None:
 
 def move(source: Path, target: Path) -> None:
     """Rename a file or folder within its folder, durably."""
-    _rename(source, target)
-    fsync_folder(target.parent)
+    with named_faults(target):
+        _rename(source, target)
+        fsync_folder(target.parent)
 
 
 def make_folder(folder: Path) -> None:

@@ -74,8 +74,8 @@ def look_for_plan(root: Path) -> FrozenPlan | None:
             return look_for_plan(root)
         if revision := begun_revision(root):
             raise StoreIncomplete(
-                f"store '{root}': the plan of revision {revision} is missing. Run the same precompute command again: it "
-                "plans the revision again, and keeps the shards that the same plan has encoded."
+                f"store '{root}': the plan of revision {revision} is missing. Run the same precompute command again: "
+                "it plans the revision again, and keeps the shards that the same plan has encoded."
             )
         check_store(root)  # raises if it is not a store
         raise StoreError(

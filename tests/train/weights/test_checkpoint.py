@@ -394,8 +394,7 @@ def test_a_save_that_fails_at_any_operation_costs_no_bit(
         if kind == "die":
             assert outcome.died, said
         elif outcome.code:
-            # Where a folder is written, a failing disk is a ResourceError; where an older one is removed, an OSError.
-            expected = {"ResourceError"} if kind == "enospc" else {"ResourceError", "OSError"}
+            expected = {"ResourceError"}
             assert expected & set(outcome.error), said
         fresh, warnings = new_state(caption_store, here, 4), list[str]()
         resume(fresh, here, warnings.append)
