@@ -59,7 +59,7 @@ def converted_to_srgb(image: Image.Image, profile: bytes) -> Image.Image:
         raise UnusableProfile(f"a profile of {mode} pixels in an image of {image.mode} pixels")
     transform = _transform(profile, mode)
     if transform is None:
-        return image.convert("RGB") if image.mode != "RGB" else image
+        return image if image.mode == "RGB" else image.convert("RGB")
     in_place = image.mode == "RGB"
     result = ImageCms.applyTransform(image, transform, inPlace=in_place)
     return image if result is None else result
@@ -123,14 +123,18 @@ def coded_profile(data: bytes, file_format: str) -> bytes | None:
         return None
     primaries, transfer = codes.pop()
     if transfer in HDR_TRANSFERS:
-        detail = f"high dynamic range ({HDR_TRANSFERS[transfer]}), which has no one look in sRGB"
-        raise RecordRejected("decode", "unsupported_mode", f'{detail}; images.color = "as_stored" stores it as it is')
+        raise _rejected_space(f"high dynamic range ({HDR_TRANSFERS[transfer]}), which sRGB cannot show")
     if UNSPECIFIED in (primaries, transfer) or (primaries == SRGB_PRIMARIES and transfer in SDR_TRANSFERS):
         return None
     if primaries not in PRIMARIES or transfer not in SDR_TRANSFERS:
-        detail = f"colours of code {primaries} with the transfer function {transfer} (ITU-T H.273)"
-        raise RecordRejected("decode", "unsupported_mode", f'{detail}; images.color = "as_stored" stores it as it is')
+        raise _rejected_space(f"primaries of code {primaries} with the transfer function {transfer} (ITU-T H.273)")
     return matrix_profile(PRIMARIES[primaries])
+
+
+def _rejected_space(space: str) -> RecordRejected:
+    """The reject of an image in a colour space that is not converted."""
+    detail = f'{space}; images.color = "as_stored" stores it as it is'
+    return RecordRejected("decode", "unsupported_mode", detail)
 
 
 def _png_codes(data: bytes) -> Iterator[tuple[int, int]]:
@@ -169,8 +173,8 @@ def matrix_profile(primaries: tuple[float, ...]) -> bytes:
     adapted = to_d50 @ to_xyz
     curve = b"para" + struct.pack(">IHH", 0, 3, 0) + b"".join(map(_fixed, SRGB_CURVE))
     text = b"mluc" + struct.pack(">IIIHHII", 0, 1, 12, 0x656E, 0x5553, 6, 28) + "RGB".encode("utf-16-be")
-    tags = {b"desc": text, b"cprt": text, b"wtpt": _xyz_tag(D50), b"chad": b"sf32" + bytes(4)}
-    tags[b"chad"] += b"".join(map(_fixed, to_d50.ravel()))
+    adaptation = b"sf32" + bytes(4) + b"".join(map(_fixed, to_d50.ravel()))
+    tags = {b"desc": text, b"cprt": text, b"wtpt": _xyz_tag(D50), b"chad": adaptation}
     for channel, name in enumerate((b"r", b"g", b"b")):
         tags[name + b"XYZ"] = _xyz_tag(adapted[:, channel])
         tags[name + b"TRC"] = curve

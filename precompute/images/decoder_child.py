@@ -34,10 +34,10 @@ from .opening import MAX_MEGAPIXELS
 from .pixels import decode_image, read_size
 
 READY = b"ready"
-READING, READ = b"reading", b"read"  # sent to the parent, so that it tells a stalled disk from a decoder that hangs
-LARGE = (
-    b"large "  # sent to the parent with a factor: the image has that many times the pixels that the time limit is for
-)
+# Events that are sent to the parent. By the first two it tells a stalled disk from a decoder that hangs.
+READING = b"reading"
+READ = b"read"
+LARGE = b"large "  # with a factor: the image has that many times the pixels that the time limit is for
 TIMED_PIXELS = 32_000_000
 PARENT_CHECK_SECONDS = 5.0
 HEADER_BYTES = 1 << 16  # of a JPEG; they nearly always contain its size
@@ -54,7 +54,8 @@ def read_bytes(path: str, offset: int, num_bytes: int, stage: str, *, at_most: i
       at_most: read at most this many bytes from its beginning.
     Raises: RecordRejected: unreadable, or shorter than listed. OSError: a fault, as in ``is_fault``.
     """
-    name, num_wanted = os.path.basename(path), num_bytes if at_most is None else min(num_bytes, at_most)
+    name = os.path.basename(path)
+    num_read = num_bytes if at_most is None else min(num_bytes, at_most)
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -64,7 +65,7 @@ def read_bytes(path: str, offset: int, num_bytes: int, stage: str, *, at_most: i
                 left = max(0, size - offset)
                 raise RecordRejected(stage, "source_changed", f"{left} bytes of {num_bytes} are left in {name}")
             file.seek(offset)
-            data = file.read(num_wanted)
+            data = file.read(num_read)
     except OSError as error:
         if is_fault(error):
             raise
@@ -72,7 +73,7 @@ def read_bytes(path: str, offset: int, num_bytes: int, stage: str, *, at_most: i
         raise RecordRejected(stage, "unreadable", detail) from error
     except ValueError as error:  # a NUL in the name
         raise RecordRejected(stage, "unreadable", f"{error}: {name!r}") from error
-    if len(data) != num_wanted:
+    if len(data) != num_read:
         raise RecordRejected(stage, "source_changed", f"{len(data)} bytes of {num_bytes} are left in {name}")
     return data
 
@@ -97,23 +98,23 @@ def size_in_file(
     offset: int,
     num_bytes: int,
     *,
-    told: Callable[[bytes], None] = lambda _: None,
+    send_event: Callable[[bytes], None] = lambda _: None,
     max_megapixels: int = MAX_MEGAPIXELS,
 ) -> tuple[int, int]:
     """Height and width in pixels of an image in a file; of a JPEG usually only the first bytes are read.
 
     Args:
-      told: called with READ after each read, and with READING before the second.
+      send_event: called with READ after each read, and with READING before the second.
     Raises: as ``read_bytes``.
     """
     head = read_bytes(path, offset, num_bytes, "scan", at_most=HEADER_BYTES)
-    told(READ)
+    send_event(READ)
     size = size_of_head(head, num_bytes, max_megapixels)
     if size:
         return size
-    told(READING)
+    send_event(READING)
     data = read_bytes(path, offset, num_bytes, "scan")
-    told(READ)
+    send_event(READ)
     return read_size(data, max_megapixels=max_megapixels)
 
 
@@ -121,7 +122,7 @@ def answer_sizes(places: list[tuple[str, int, int]], seconds: float, max_megapix
     """Read the headers of many images: as many as fit into the time limit, but at least one.
 
     Returns: "sizes": for each (height_px, width_px), or (stage, reason, detail) of a reject; those before a fault
-      or a mistake of ours.
+      or a bug in leandit.
     Raises: OSError: a fault at the first. Whatever else is raised at the first.
     """
     sizes: list[tuple[int, int] | tuple[str, str, str]] = []
@@ -145,30 +146,33 @@ def answer(job: dict[str, Any]) -> Answer:
 
     Args:
       job: stage "scan" or "decode"; of many images their places (path, offset, num_bytes) and seconds for all of them;
-        of one image path, offset, num_bytes, or its data; told as for ``size_in_file``; max_megapixels as for
+        of one image path, offset, num_bytes, or its data; send_event as for ``size_in_file``; max_megapixels as for
         ``read_size``; for "decode" the "how" of ``decode_image``.
     Returns: "sizes"; or "size" (height_px, width_px), "head" if only the data's beginning was sent; of a decoded image
       also "checksum", "seconds" (reading, decoding), "notes" and its pixels.
     Raises: as ``read_bytes``.
     """
-    told: Callable[[bytes], None] = job.get("told", lambda _: None)
+    send_event: Callable[[bytes], None] = job.get("send_event", lambda _: None)
     max_megapixels = job.get("max_megapixels", MAX_MEGAPIXELS)
     if "places" in job:
         return answer_sizes(job["places"], job["seconds"], max_megapixels)
-    data, start = job.get("data"), time.perf_counter()
+    start = time.perf_counter()
+    data = job.get("data")
     if job["stage"] == "scan":
-        if data is None:
-            place = job["path"], job["offset"], job["num_bytes"]
-            return {"size": size_in_file(*place, told=told, max_megapixels=max_megapixels)}, None
-        return {"size": size_of_head(data, job["num_bytes"], max_megapixels)}, None
+        if data is not None:
+            return {"size": size_of_head(data, job["num_bytes"], max_megapixels)}, None
+        size = size_in_file(
+            job["path"], job["offset"], job["num_bytes"], send_event=send_event, max_megapixels=max_megapixels
+        )
+        return {"size": size}, None
     if data is None:
         data = read_bytes(job["path"], job["offset"], job["num_bytes"], "decode")
-        told(READ)
+        send_event(READ)
     read_seconds = time.perf_counter() - start
 
     def ask_for_time(num_pixels: int) -> None:
         if num_pixels > TIMED_PIXELS:
-            told(LARGE + str(math.ceil(num_pixels / TIMED_PIXELS)).encode())
+            send_event(LARGE + str(math.ceil(num_pixels / TIMED_PIXELS)).encode())
 
     notes = list[str]()
     pixels, size = decode_image(data, max_megapixels=max_megapixels, notes=notes, on_header=ask_for_time, **job["how"])
@@ -190,12 +194,12 @@ def serve(
         job = json.loads(connection.recv_bytes())
         signal.alarm(math.ceil(2 * timeout_seconds))  # if the child hangs and the parent is dead
 
-        def told(message: bytes) -> None:
+        def send_event(message: bytes) -> None:
             if message.startswith(LARGE):
                 signal.alarm(math.ceil(2 * timeout_seconds) * int(message.removeprefix(LARGE)))
             connection.send_bytes(message)
 
-        job["told"] = told
+        job["send_event"] = send_event
         if job["is_sent"]:
             job["data"] = connection.recv_bytes()
         head: dict[str, Any]
@@ -208,7 +212,7 @@ def serve(
             head = {"reject": (job["stage"], "too_large", "more memory than a decoder may use")}
         except OSError as error:
             head = {"fault": (error.errno, error.strerror)} if is_fault(error) else {"error": traceback.format_exc()}
-        except Exception:  # noqa: BLE001 - a mistake of ours, which the parent reports with the name of the file
+        except Exception:  # noqa: BLE001 - a bug in leandit, which the parent reports with the name of the file
             head = {"error": traceback.format_exc()}
         head["shape"] = None if pixels is None else pixels.shape
         connection.send_bytes(json.dumps(head).encode())
@@ -219,9 +223,12 @@ def serve(
 
 def limit(memory_mib: int) -> None:
     """Limit the memory of this process, disable core files and ignore stop signals."""
-    for kind, wanted in ((resource.RLIMIT_AS, memory_mib << 20), (resource.RLIMIT_CORE, 0)):
+    for kind, largest in ((resource.RLIMIT_AS, memory_mib << 20), (resource.RLIMIT_CORE, 0)):
         _, hard = resource.getrlimit(kind)
-        resource.setrlimit(kind, (wanted, wanted) if hard == resource.RLIM_INFINITY else (min(wanted, hard), hard))
+        if hard == resource.RLIM_INFINITY:
+            resource.setrlimit(kind, (largest, largest))
+        else:
+            resource.setrlimit(kind, (min(largest, hard), hard))
     # Schedulers signal all processes of a job, but the parent still waits for images.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -106,8 +106,10 @@ class Decoders:
     ) -> None:
         if num_children < 1:
             raise ValueError(f"num_children is {num_children}; expected at least 1")
-        self._timeout_seconds, self._max_megapixels = timeout_seconds, max_megapixels
-        self._owner, self._closed = os.getpid(), threading.Event()
+        self._timeout_seconds = timeout_seconds
+        self._max_megapixels = max_megapixels
+        self._owner = os.getpid()
+        self._closed = threading.Event()
         memory_mib = max(MIN_MEMORY_MIB, LIBRARIES_MIB + (MEMORY_BYTES_PER_PIXEL * max_megapixels * 1_000_000 >> 20))
         self._children = [DecoderProcess(_child_module, timeout_seconds, memory_mib) for _ in range(num_children)]
         # Last in, first out: running children are preferred to new ones.
@@ -161,16 +163,21 @@ class Decoders:
 
         Raises: ResourceError, RuntimeError: as ``size``.
         """
-        found: list[tuple[int, int] | RecordRejected] = []
-        while rest := [(str(path), offset, size) for path, offset, size, _ in places[len(found) :]]:
-            job = {"stage": "scan", "places": rest, "seconds": self._timeout_seconds / 2}
-            job["max_megapixels"] = self._max_megapixels
+        sizes: list[tuple[int, int] | RecordRejected] = []
+        while len(sizes) < len(places):
+            rest = places[len(sizes) :]
+            job = {
+                "stage": "scan",
+                "places": [(str(place.path), place.offset, place.num_bytes) for place in rest],
+                "seconds": self._timeout_seconds / 2,
+                "max_megapixels": self._max_megapixels,
+            }
             try:
                 head, _ = self._ask(job, None, patience=(1,))
             except RecordRejected:
-                return found + [self._size_or_reject(place) for place in places[len(found) :]]
-            found += [RecordRejected(*size) if len(size) == 3 else (size[0], size[1]) for size in head["sizes"]]
-        return found
+                return sizes + [self._size_or_reject(place) for place in rest]
+            sizes += [RecordRejected(*size) if len(size) == 3 else (size[0], size[1]) for size in head["sizes"]]
+        return sizes
 
     def _size_or_reject(self, place: ImagePlace) -> tuple[int, int] | RecordRejected:
         try:

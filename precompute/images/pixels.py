@@ -106,13 +106,14 @@ def decode_image(
         if decoded.ignores_profile and notes is not None:
             notes.append(PROFILE_IGNORED)
         size = image.height, image.width
-        crops = [
-            crop_mask(image, bucket, crop, mask_px, beside or size, variant)
-            if mask_px
-            else crop_image(image, bucket, crop, resize_filter, beside, variant)
-            for variant in (None, *variants)
-        ]
-        return np.stack(crops) if variants else crops[0], size
+        crops = []
+        for variant in (None, *variants):
+            if mask_px:
+                crops.append(crop_mask(image, bucket, crop, mask_px, beside or size, variant))
+            else:
+                crops.append(crop_image(image, bucket, crop, resize_filter, beside, variant))
+        pixels = np.stack(crops) if variants else crops[0]
+        return pixels, size
 
 
 @contextmanager

@@ -97,7 +97,9 @@ def _profile_of(opened: ImageFile.ImageFile, data: bytes) -> bytes | None:
     # PNG, third edition, section 4.3: cICP comes before iCCP. In AVIF and HEIC the profile comes first.
     coded = coded_profile(data, opened.format or "") if opened.format in CODED_FORMATS else None
     embedded = opened.info.get(PROFILE_KEY)
-    return coded or embedded if opened.format == "PNG" else embedded or coded
+    if opened.format == "PNG":
+        return coded or embedded
+    return embedded or coded
 
 
 def _with_eight_bits(opened: ImageFile.ImageFile, data: bytes, tags: Any) -> Image.Image:
@@ -125,11 +127,13 @@ def _composited(image: Image.Image, profile: bytes | None) -> tuple[Image.Image,
     rgba = None
     if has_alpha and image.mode == "RGBA":
         rgba = image  # without a copy, for which a large photograph has no memory
+    elif has_alpha and image.mode == "La":
+        rgba = image.convert("LA").convert("RGBA")  # Pillow converts La only through LA
     elif has_alpha:
-        # Pillow converts La to RGBA only through LA.
-        rgba = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
+        rgba = image.convert("RGBA")
     if profile is None and rgba is None:
-        return image if image.mode == "RGB" else image.convert("RGB"), False
+        rgb = image if image.mode == "RGB" else image.convert("RGB")
+        return rgb, False
     if image.mode == "CMYK":
         colours = image
     elif image.mode in GREY_MODES:
@@ -142,7 +146,8 @@ def _composited(image: Image.Image, profile: bytes | None) -> tuple[Image.Image,
             colours = converted_to_srgb(colours, profile)
         except UnusableProfile:
             ignores_profile = True
-    colours = colours if colours.mode == "RGB" else colours.convert("RGB")
+    if colours.mode != "RGB":
+        colours = colours.convert("RGB")
     if rgba is None:
         return colours, ignores_profile
     canvas = Image.new("RGB", colours.size, "white")

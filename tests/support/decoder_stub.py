@@ -31,7 +31,7 @@ def misbehave(path: Path, job: dict[str, Any]) -> None:
     if path.name == "stall" and path.with_name("stalls").exists():
         time.sleep(60)  # as a network folder whose server is away
     if "places" not in job:
-        job["told"](decoder_child.READ)  # what follows is the decoder's
+        job["send_event"](decoder_child.READ)  # what follows is the decoder's
     match path.name:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
