@@ -1,4 +1,4 @@
-"""Which keys of a precompute recipe depend on others: a key that no other setting lets take effect is not ignored.
+"""Which keys of a precompute recipe are read only with certain values of others: a key that is not read is not ignored.
 
 ``sources/keys.py`` has those of [source] that depend on the kind of source.
 """

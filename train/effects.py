@@ -1,4 +1,4 @@
-"""Which keys of a train recipe depend on others: a key that no other setting lets take effect is not ignored."""
+"""Which keys of a train recipe are read only with certain values of others: a key that is not read is not ignored."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _is_flow(recipe: TrainRecipe, _: object) -> bool:
     return recipe.objective.kind == "flow"
 
 
-def _draws_normal(recipe: TrainRecipe, _: object) -> bool:
+def _is_logit_normal(recipe: TrainRecipe, _: object) -> bool:
     return recipe.objective.kind == "flow" and recipe.objective.time == "logit_normal"
 
 
@@ -61,11 +61,13 @@ def _takes_captions(recipe: TrainRecipe, _: object) -> bool:
 
 
 CONDITIONS = [
-    Condition("model.num_classes", lambda recipe, _: not recipe.takes_captions, "a model that takes labels", False),
+    Condition(
+        "model.num_classes", lambda recipe, _: not recipe.takes_captions, "a model that takes labels", is_refused=False
+    ),
     Condition("lora.frozen", lambda _, lora: lora.rank > 0, "lora.rank above 0", switches=("lora.rank",)),
     Condition("objective.time", _is_flow, FLOW),
-    Condition("objective.time_mean", _draws_normal, f"{FLOW} and {LOGIT_NORMAL}"),
-    Condition("objective.time_std", _draws_normal, f"{FLOW} and {LOGIT_NORMAL}"),
+    Condition("objective.time_mean", _is_logit_normal, f"{FLOW} and {LOGIT_NORMAL}"),
+    Condition("objective.time_std", _is_logit_normal, f"{FLOW} and {LOGIT_NORMAL}"),
     Condition("objective.shift", _is_flow, FLOW),
     Condition(
         "optimizer.betas",
@@ -83,8 +85,12 @@ CONDITIONS = [
     Condition("ema.lengths", _is_power, POWER),
     Condition("ema.keep_every", _is_power, POWER),
     Condition("run.ema_decay", _is_exponential, EXPONENTIAL, is_refused=False),
-    Condition("run.global_batch", lambda recipe, _: not recipe.data.batch_tokens, "data.batch_tokens = 0", False),
-    Condition("run.residual", lambda _, section: section.precision == "bf16", 'run.precision = "bf16"', False),
+    Condition(
+        "run.global_batch", lambda recipe, _: not recipe.data.batch_tokens, "data.batch_tokens = 0", is_refused=False
+    ),
+    Condition(
+        "run.residual", lambda _, section: section.precision == "bf16", 'run.precision = "bf16"', is_refused=False
+    ),
     Condition(
         "run.evaluate_every",
         lambda recipe, section: recipe.data.holdout > 0 or section.evaluate_every == 0,
@@ -104,7 +110,9 @@ CONDITIONS = [
         Condition(f"run.{key}", _samples, "run.sample_every above 0", switches=("run.sample_every",))
         for key in ("sample_captions", "sample_count", "sample_steps", "sample_guidance")
     ),
-    Condition("run.sample_count", lambda _, section: not section.sample_captions, "no run.sample_captions", False),
+    Condition(
+        "run.sample_count", lambda _, section: not section.sample_captions, "no run.sample_captions", is_refused=False
+    ),
     Condition("parallel.shard", lambda _, section: section.strategy in SHARDED, 'parallel.strategy "fsdp" or "hsdp"'),
     Condition("parallel.replicas", lambda _, section: section.strategy == "hsdp", 'parallel.strategy = "hsdp"'),
 ]

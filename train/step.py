@@ -88,19 +88,21 @@ def _bad_loss(run: Run, parts_losses: Sequence[dict[str, Tensor]]) -> Tensor:
 
 def prepare(run: Run, batch: Batch, step: int) -> Microbatch:
     """This rank's images with all that is drawn for them, and with what techniques read of the batch."""
-    recipe, grid = run.recipe, run.token_grid(batch.latents)
+    recipe = run.recipe
+    grid = run.token_grid(batch.latents)
     rows = rank_slice(batch.global_size, run.ranks.rank, run.ranks.world_size)
-    where = {"seed": recipe.run.seed, "step": step, "rows": rows, "device": run.device}
     more = dict[str, Draw]()
     for technique in run.techniques:
         more |= technique.draws(run.spec, math.prod(grid), step)
     objective = objective_at(run.spec, recipe.objective, math.prod(grid))
-    draws = draw(objective, tuple(batch.latents.shape[1:]), more, **where)
+    shape = tuple(batch.latents.shape[1:])
+    draws = draw(objective, shape, more, seed=recipe.run.seed, step=step, rows=rows, device=run.device)
     dropped = draws.pop("drop") < recipe.conditioning.drop
     if run.conditioner.changes_lengths:
         dropped = draw_dropped(recipe.conditioning.drop, seed=recipe.run.seed, step=step, rows=rows)
     conditioning = run.conditioner.drop(run.conditioning(batch), dropped)
-    noise, times = draws.pop("noise"), draws.pop("times")
+    noise = draws.pop("noise")
+    times = draws.pop("times")
     targets = run.read_targets(batch, grid, trains=True)
     return Microbatch(batch.latents, noise, times, conditioning, draws, targets)
 

@@ -38,7 +38,8 @@ def weight_files(folder: Path, stem: str, *, library: Literal["diffusers", "tran
       stem: of the names: "diffusion_pytorch_model" or "model".
     Raises: WeightFilesError: there are none, or the index is not valid or names files that are not there.
     """
-    whole, index = folder / f"{stem}.safetensors", folder / index_name(stem)
+    whole = folder / f"{stem}.safetensors"
+    index = folder / index_name(stem)
     shards = _shards(index) if index.is_file() else []  # checked in any case, since other versions may read it
     if whole.is_file() and (library == "transformers" or not shards):
         return [whole]
@@ -51,7 +52,7 @@ def weight_files(folder: Path, stem: str, *, library: Literal["diffusers", "tran
         return shards
     names = sorted(path.name for path in folder.iterdir())
     message = f"there are no weights '{whole.name}', and no '{index.name}' that names their shards"
-    if any(path.name != whole.name for path in folder.glob(f"{stem}-*.safetensors")):
+    if any(folder.glob(f"{stem}-*.safetensors")):
         raise WeightFilesError(f"{message}, only shards without it. Fetch the index too, or save the model again")
     if variants := sorted({path.name.split(".")[1] for path in folder.glob(f"{stem}.*.safetensors")}):
         raise WeightFilesError(

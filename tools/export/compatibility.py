@@ -8,7 +8,7 @@ from typing import Any
 from ...datasets.format.schema import IMPORTED
 from ...precompute.encoders.autoencoders import FAMILIES as AUTOENCODERS
 from ...precompute.encoders.text.instructions import instruction_text
-from ...train.models.build import FAMILIES, family_of, patch_of
+from ...train.models.build import FAMILIES, family_of, patch_of, takes_guidance
 from ...train.models.diffusers.model import Normalisation
 from ...train.models.dit_dh import is_dit_dh
 from ...train.models.spec import DiTOptions, ModelSpec
@@ -69,18 +69,19 @@ def drawn_side(state: dict[str, Any]) -> int:
 
 def obstacle(layout: str, spec: ModelSpec, objective: ObjectiveSection, state: dict[str, Any]) -> str:
     """Why a layout cannot hold a model, or its pipeline cannot draw with it, and what to do; empty: it can."""
-    family, instead = family_of(spec.name), "Load its weights from the snapshot."
+    family = family_of(spec.name)
+    advice = "Load its weights from the snapshot."
     if layout == "official":
         problem = _official_problem(spec, state)
-        instead = "Use --format diffusers." if family else instead
+        if family:
+            advice = "Use --format diffusers."
     elif family:
         problem = _pipeline_problem(family, spec, objective, state)
     else:
         problem = _dit_pipeline_problem(spec, state)
-        instead = (
-            "Use --format official, which holds every DiT exactly." if not _official_problem(spec, state) else instead
-        )
-    return f"model '{spec.name}': {problem}. {instead}" if problem else ""
+        if not _official_problem(spec, state):
+            advice = "Use --format official, which holds every DiT exactly."
+    return f"model '{spec.name}': {problem}. {advice}" if problem else ""
 
 
 def _official_problem(spec: ModelSpec, state: dict[str, Any]) -> str:
@@ -107,8 +108,8 @@ def _pipeline_problem(family: str, spec: ModelSpec, objective: ObjectiveSection,
     )
     if not fits or (spec.texts and spec.texts[-1].width != spec.caption_width):
         expected = " and ".join(" or ".join(part) for part in model.text_classes)
-        problem = f"it reads captions of {', '.join(map(str, kinds))}, {pipeline} those of {expected}"
-        return problem + (", the last at least as wide as the others" if len(kinds) > 1 else "")
+        widths = ", the last at least as wide as the others" if len(kinds) > 1 else ""
+        return f"it reads captions of {', '.join(map(str, kinds))}, {pipeline} those of {expected}{widths}"
     if objective.kind != "flow" and spec.texts:
         return f"it was trained with objective.kind = '{objective.kind}', {pipeline} samples only flow models"
     return ""
@@ -192,14 +193,16 @@ def compatibility_notes(snapshot: Snapshot, *, has_vae: bool = False) -> list[st
     if family and FAMILIES[family].is_flow:
         if (vae := vae_class(snapshot)) != FAMILIES[family].vae:
             notes.append(f"{pipeline_class(snapshot)} takes an {FAMILIES[family].vae}, the store was made with {vae}.")
-        most = spec.texts[-1].tokens if spec.texts else snapshot.text.max_tokens if snapshot.text else 0
+        most = snapshot.text.max_tokens if snapshot.text else 0
+        if spec.texts:
+            most = spec.texts[-1].tokens
         notes.append(
             f"Pass max_sequence_length={most}, as in training; for leandit's steps, "
             "sigmas=numpy.linspace(1, pipeline.scheduler.sigma_min, STEPS)."
         )
         if pipeline_class(snapshot) != "Flux2Pipeline":  # which takes the guidance as an input alone
             notes.append(f"For leandit's --guidance G pass {FAMILIES[family].guidance_argument}.")
-        if spec.config.get("guidance_embeds"):
+        if takes_guidance(spec):
             notes.append(
                 f"Trained with the guidance {spec.guidance:g} as an input: pass guidance_scale={spec.guidance:g}."
             )

@@ -396,8 +396,8 @@ def read_originals(store: LatentStore, source: SourcePaths, keys: Sequence[str])
     stored = store.spec.recipe.get("source", {})  # an imported store has none
     section, _ = parse_stored(f"recipe of store '{store.path}'", SourceSection, stored)
     listed = list_sources(source, section, needs_labels=False)
-    remaining, originals = set(keys), dict[str, np.ndarray]()
-    how = {"crop": images.crop, "resize_filter": images.resize_filter, "color": color_of(images.colour)}
+    remaining = set(keys)
+    originals: dict[str, np.ndarray] = {}
     with Decoders(1, max_megapixels=max_megapixels_of(store.spec.recipe)) as decoders:
         for record in listed.records:
             if not remaining:
@@ -408,5 +408,12 @@ def read_originals(store: LatentStore, source: SourcePaths, keys: Sequence[str])
             bucket = store.record(record.key).bucket or f"{images.resolution_px}x{images.resolution_px}"
             with contextlib.suppress(RecordRejected):  # its cell stays gray
                 place = listed.place(record.path, record.offset, record.num_bytes, stage="decode")
-                originals[record.key] = decoders.decode(*place, bucket=bucket_size(bucket), **how).pixels
+                decoded = decoders.decode(
+                    *place,
+                    bucket=bucket_size(bucket),
+                    crop=images.crop,
+                    resize_filter=images.resize_filter,
+                    color=color_of(images.colour),
+                )
+                originals[record.key] = decoded.pixels
     return originals

@@ -6,7 +6,6 @@ The train recipe names the model and its objective; the precompute recipe names 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -68,8 +67,6 @@ def load_published(source: Path, request: SampleRequest, device: torch.device, *
         part if part is None else part.to(device)
         for part in null_captions(spec, store, lambda name: encoded_null(loaded.captions[name]))
     )
-    state: dict[str, Any] = {"latent": store.latent, "place": Path(), "buckets": buckets, "root_hashes": ()}
-    state["base_knows_null"] = True
     return Snapshot(
         path=source,
         step=0,
@@ -80,7 +77,16 @@ def load_published(source: Path, request: SampleRequest, device: torch.device, *
         latent=store.latent,
         text=store.text,
         conditioner=Conditioner(spec, null, null_pooled=null_pooled),
-        state=snapshot_state(recipe, store, spec, **state),
+        state=snapshot_state(
+            recipe,
+            store,
+            spec,
+            latent=store.latent,
+            place=Path(),
+            buckets=buckets,
+            root_hashes=(),
+            base_knows_null=True,
+        ),
         weights_hash=xxh3_parts([np.ascontiguousarray(weights[name].numpy()) for name in sorted(weights)])[1],
     )
 

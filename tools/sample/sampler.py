@@ -31,7 +31,6 @@ LOG = logging.getLogger(__name__)
 DECODED = 16  # images decoded at once: for each, a decoder needs more memory than the model
 LARGEST_GUIDANCE = 100.0
 MANY_FORWARDS = 1000  # compiling takes about a minute, and saves about a third; a rule, not measured on a GPU
-SOLVER = ("sampler", "steps", "interval", "guided_channels", "shift", "diffusion", "last_step")
 
 
 def open_sampler(
@@ -86,10 +85,17 @@ class ImageSampler:
         self.guidance = guidance_scale(snapshot.spec, request.guidance)
         check_request(snapshot, request, self.sampler)
         self.bucket = choose_bucket(snapshot, request.bucket)
-        how: dict[str, Any] = {name: getattr(request, name) for name in SOLVER}
-        precision = request.precision
         self.solver = Solver(
-            **how, guidance=self.guidance, autocast=autocast_dtype(precision, device), tf32=precision == "tf32"
+            sampler=request.sampler,
+            steps=request.steps,
+            guidance=self.guidance,
+            interval=request.interval,
+            guided_channels=request.guided_channels,
+            shift=request.shift,
+            diffusion=request.diffusion,
+            last_step=request.last_step,
+            autocast=autocast_dtype(request.precision, device),
+            tf32=request.precision == "tf32",
         )
         where = f"snapshot '{snapshot.path}'"
         self.decoder = LatentDecoder(snapshot.state["vae"], snapshot.latent, request.vae, device, where=where)

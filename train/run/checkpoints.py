@@ -41,7 +41,7 @@ from ..weights.checkpoint import (
     CheckpointDamage,
     Groups,
 )
-from ..weights.folders import RECIPE, RUN
+from ..weights.folders import RECIPE, RUN, knows_null
 from ..weights.init_from import FrozenWeights
 from .data import buckets_at
 from .manifest import new_manifest, store_read
@@ -60,6 +60,7 @@ class Progress(BaseModel, strict=True):
     Args:
       num_nonfinite: updates that were skipped because the loss or the gradient was not finite.
       seed: of the recipe when it was saved; None: not recorded.
+      knows_null: the model has learned the null condition, even if it goes on with ``conditioning.drop = 0``.
     """
 
     step: int
@@ -70,6 +71,7 @@ class Progress(BaseModel, strict=True):
     frozen: FrozenWeights | None = None
     seed: int | None = None
     num_nonfinite: Annotated[int, Field(ge=0)] = 0
+    knows_null: bool = False
 
 
 # ------------------------------------------------------------------------------------------------------------- resume
@@ -110,6 +112,7 @@ def start_or_resume(run: Run, folder: Path, warn: Callable[[str], None]) -> None
         run.engine.load(group, groups.get(group, {}))
     if progress.loss_scale and run.engine.loss_scale:
         run.engine.loss_scale.load_state_dict(progress.loss_scale)
+    run.extra["base_knows_null"] |= progress.knows_null
     run.step = progress.step
     run.num_images = progress.num_images
     run.num_nonfinite = progress.num_nonfinite
@@ -247,6 +250,7 @@ def capture(run: Run, kinds: Sequence[str], *, interrupted: bool = False) -> lis
             frozen=run.frozen,
             seed=recipe.run.seed,
             num_nonfinite=run.num_nonfinite,
+            knows_null=knows_null(run.extra),
         )
         folders.append((SNAPSHOT, rest | {MODEL: buffers | first}, extra | young | stopped))
         folders.append((CHECKPOINT, groups, progress.model_dump()))

@@ -63,10 +63,10 @@ def open_run(
     has_checkpoint = from_first(ranks, lambda: bool(find(CHECKPOINT, folder)))
     stores = open_stores(recipe, store_path, folder, manifest, warn)
     check_wandb(recipe)
-    asked = recipe
-    recipe = apply_ds_config(recipe, ranks, device, warn)
+    requested = recipe
+    recipe = apply_ds_config(requested, ranks, device, warn)
     agree(ranks, inputs_of(recipe, stores))
-    _check_effect(asked, recipe, continued)
+    _check_ds_config(requested, recipe, continued)
     changed = _check_recipe(recipe, folder, manifest, warn, continued, has_checkpoint=has_checkpoint)
     run = Run.open(
         recipe,
@@ -90,13 +90,13 @@ def open_run(
         yield run, evaluation
 
 
-def _check_effect(asked: TrainRecipe, recipe: TrainRecipe, continued: Sequence[str]) -> None:
+def _check_ds_config(requested: TrainRecipe, recipe: TrainRecipe, continued: Sequence[str]) -> None:
     """Raise RecipeError if a ds_config.json replaces the value of a key that ``--continue-with`` names.
 
     Args:
-      asked, recipe: before and after the settings of the ds_config.json.
+      requested, recipe: before and after the settings of the ds_config.json.
     """
-    before = flatten(asked.model_dump())
+    before = flatten(requested.model_dump())
     now = flatten(recipe.model_dump())
     for key in continued:
         if before.get(key) != now.get(key):

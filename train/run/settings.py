@@ -8,7 +8,7 @@ its meaning: they change with ``--continue-with`` alone. What the saved state me
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -28,12 +28,12 @@ class Rule(NamedTuple):
 
     Args:
       keys: a pattern of dotted keys, as in ``fnmatch``.
-      allowed: "always", "when asked" (``--continue-with``) or "never".
+      allowed: "always", "by option" (``--continue-with``) or "never".
       reason: why it is never allowed, for a message.
     """
 
     keys: str
-    allowed: Literal["always", "when asked", "never"]
+    allowed: Literal["always", "by option", "never"]
     reason: str = ""
 
 
@@ -45,13 +45,13 @@ _MODEL = "the saved weights are of this model"
 RULES = (  # the first one that matches decides
     Rule("run.global_batch", "never", "the saved position in the data counts batches of this size"),
     Rule("run.ema_decay", "never", _AVERAGES),
-    Rule("run.seed", "when asked"),
-    Rule("run.grad_clip", "when asked"),
+    Rule("run.seed", "by option"),
+    Rule("run.grad_clip", "by option"),
     Rule("run.*", "always"),
     Rule("parallel.*", "always"),
     Rule("optimizer.name", "never", "the saved state is that of this optimizer"),
-    Rule("optimizer.*", "when asked"),
-    Rule("schedule.*", "when asked"),
+    Rule("optimizer.*", "by option"),
+    Rule("schedule.*", "by option"),
     Rule("ema.keep_every", "always"),
     Rule("ema.*", "never", _AVERAGES),
     # A checkpoint holds all weights, and knows by a hash those that adapters were trained on.
@@ -59,7 +59,7 @@ RULES = (  # the first one that matches decides
     Rule("model.*", "never", _MODEL),
     Rule("lora.*", "never", _MODEL),
     Rule("latent.*", "never", "the saved weights have learned latents as it makes them"),
-    Rule("conditioning.drop", "when asked"),
+    Rule("conditioning.drop", "by option"),
     Rule("conditioning.*", "never", _MODEL),
     # Stores may move; they are known by their root hashes.
     *(
@@ -132,33 +132,36 @@ def check_settings(
     Returns: the old and the new value of each of these that differs.
     Raises: RunError: naming all other keys that differ.
     """
-    before, now = flatten(stored.values), flatten(recipe.model_dump())
+    before = flatten(stored.values)
+    now = flatten(recipe.model_dump())
     decays = before.get("schedule.kind") in DECAYING  # then the rate of all steps depends on the last one
     if "schedule.kind" not in continued:
         decays = decays or recipe.schedule.kind in DECAYING
 
-    def needs_asking(key: str) -> bool:
-        return rule_of(key).allowed == "when asked" or (key == "run.steps" and decays)
-
-    differing = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
-    changed = [key for key in differing if needs_asking(key) and key in continued]
-    refused = [key for key in differing if key not in changed and (needs_asking(key) or not _is_free(key))]
+    changed: list[str] = []
+    refused: list[str] = []
+    has_option = True  # for all refused keys
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) == now.get(key):
+            continue
+        allowed = rule_of(key).allowed
+        if key == "run.steps" and decays:
+            allowed = "by option"
+        if allowed == "always":
+            continue
+        if allowed == "by option" and key in continued:
+            changed.append(key)
+        else:
+            refused.append(key)
+            has_option = has_option and allowed == "by option"
     if refused:
         fields = "".join(f"\n  {key} was {before.get(key)!r}, is {now.get(key)!r}" for key in refused)
+        advice = ""
+        if has_option:
+            options = " ".join(f"{OPTION} {key}=VALUE" for key in refused)
+            advice = f", or go on from its newest checkpoint with {options}"
         raise RunError(
             f"run '{run}': started with other settings. Use another --run, or resume with the settings in its "
-            f"recipe.toml{_advice(refused, needs_asking)}. They differ in:{fields}"
+            f"recipe.toml{advice}. They differ in:{fields}"
         )
     return {key: (before.get(key), now.get(key)) for key in changed}
-
-
-def _is_free(key: str) -> bool:
-    return rule_of(key).allowed == "always"
-
-
-def _advice(refused: Sequence[str], may_be_asked: Callable[[str], bool]) -> str:
-    """How to go on with the new values of refused keys, where that is possible."""
-    if not all(map(may_be_asked, refused)):
-        return ""
-    options = " ".join(f"{OPTION} {key}=VALUE" for key in refused)
-    return f", or go on from its newest checkpoint with {options}"

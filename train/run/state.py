@@ -132,13 +132,20 @@ class Run:
             compiled=recipe.run.compile and device.type == "cuda",
             pretrained=is_pretrained,
         )
-        buckets, hashes = buckets_at(recipe.data, stores, 1), [each.root_hash for each in stores]
-        knows = adapts_a_null(recipe)
-        where = {"place": store.path, "buckets": buckets, "root_hashes": hashes, "base_knows_null": knows}
-        run.extra = snapshot_state(recipe, store.spec, spec, latent=latent, **where)
+        run.extra = snapshot_state(
+            recipe,
+            store.spec,
+            spec,
+            latent=latent,
+            place=store.path,
+            buckets=buckets_at(recipe.data, stores, 1),
+            root_hashes=[each.root_hash for each in stores],
+            base_knows_null=adapts_a_null(recipe),
+        )
         if run.frozen:
             run.extra["frozen"] = run.frozen.model_dump()
-        run.stores, run.data = list(stores), loader
+        run.stores = list(stores)
+        run.data = loader
         return run
 
     @property
@@ -304,7 +311,7 @@ def snapshot_state(
       place: folder of the store, which relative paths of encoders start from.
       buckets: that train, with their number of records.
       root_hashes: of all stores.
-      base_knows_null: the weights that do not train have learned the null condition, whatever this run drops.
+      base_knows_null: frozen weights, or earlier steps of the run, have learned the null condition, whatever it drops.
     """
     encoder = store.text_encoder
 

@@ -33,7 +33,7 @@ def is_run(path: Path) -> bool:
 def knows_null(state: Mapping[str, Any]) -> bool:
     """Whether the model of a snapshot has learned the null condition, so that it can be guided.
 
-    A run that drops no captions has not, unless it trains adapters of weights that have.
+    A run that drops nothing has not, unless it trains adapters of weights that have, or dropped in earlier steps.
 
     Args:
       state: of the snapshot.

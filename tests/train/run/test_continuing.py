@@ -158,3 +158,16 @@ def test_the_report_shows_what_was_changed(train: Train, leandit: Leandit, tmp_p
     assert train(tmp_path / "run", 4, on=("optimizer.lr=5e-4",)).code == 0
     assert leandit("report", tmp_path / "run", "--out", tmp_path / "report.html").code == 0
     assert "continued with" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(("first", "can_be_guided"), [("0.1", True), ("0", False)])
+def test_a_run_that_goes_on_without_dropping_keeps_the_null_that_it_has_learned(
+    first: str, can_be_guided: bool, train: Train, leandit: Leandit, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert train(run, 2, f"conditioning.drop={first}").code == 0
+    assert train(run, 4, on=("conditioning.drop=0",)).code == 0
+    assert train(run, 6, "conditioning.drop=0").code == 0
+    ended = leandit("sample", run, "--out", tmp_path / "out", "--label", "0", "--steps", 1, "--guidance", 2)
+    assert ended.code == (0 if can_be_guided else 2), ended.err
+    assert can_be_guided or "has not learned the null condition" in ended.err

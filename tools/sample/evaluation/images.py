@@ -171,31 +171,38 @@ def source_images(store: LatentStore, source: Sequence[str]) -> ImageSet:
             raise SourceError(f"image '{path}': {reject.detail}. Expected all images of the store.") from reject
 
     images = store.spec.images
-    how = {"crop": images.crop, "resize_filter": images.resize_filter, "color": color_of(images.colour)}
     description = {"kind": "store, source images", "path": str(store.path), "count": len(records)}
-    read = _read_files(place_of, max_megapixels=max_megapixels_of(store.spec.recipe), **how)
+    read = _read_files(
+        place_of,
+        crop=images.crop,
+        resize_filter=images.resize_filter,
+        color=color_of(images.colour),
+        max_megapixels=max_megapixels_of(store.spec.recipe),
+    )
     return ImageSet(description | {"key": store.root_hash}, read)
 
 
 def _read_files(
     place_of: Callable[[int], tuple[ImagePlace, tuple[int, int] | None]],
     *,
+    crop: str,
+    resize_filter: str,
+    color: str = "srgb",
     max_megapixels: int = MAX_MEGAPIXELS,
-    **how: Any,
 ) -> Read:
     """Reads image files, decoded in child processes; one that cannot be read is a SourceError, none is left out.
 
     Args:
       place_of: number of an image to its place and its size (height, width); None: its own.
-      max_megapixels: of an image.
-      how: crop, filter and color of each.
+      crop, resize_filter, color, max_megapixels: of each, as for ``pixels.decode_image``.
     """
 
     def read(batches: Iterable[np.ndarray]) -> Iterator[list[np.ndarray]]:
         def decode(place: ImagePlace, bucket: tuple[int, int] | None) -> np.ndarray:
             try:
                 bucket = bucket or decoders.size(*place)
-                return decoders.decode(*place, bucket=bucket, **how).pixels
+                decoded = decoders.decode(*place, bucket=bucket, crop=crop, resize_filter=resize_filter, color=color)
+                return decoded.pixels
             except RecordRejected as reject:
                 raise SourceError(
                     f"image '{place.path}': {reject.reason} ({reject.detail}). Expected all images of the set; repair "

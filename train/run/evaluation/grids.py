@@ -113,8 +113,9 @@ def draw_grid(run: Run, subjects: Subjects, size: tuple[int, int]) -> Tensor:
             # A sharded model needs every rank in every forward: one without images draws another's again.
             places = [ranks.rank * each + place for place in range(start, min(each, start + most))]
             numbers = [place % count for place in places]
-            how = {"size": size, "seed": section.seed, "solver": solver, "numbers": numbers}
-            latents = draw_latents(model, select(conditioning, numbers), **how)
+            latents = draw_latents(
+                model, select(conditioning, numbers), size=size, seed=section.seed, solver=solver, numbers=numbers
+            )
             first = places[0]  # beyond the last image both sides are empty
             drawn[first : first + len(places)] = latents[: max(0, count - first)]
     if ranks.world_size > 1:
