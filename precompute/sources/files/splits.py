@@ -88,6 +88,9 @@ def folder_of_split(files: SourceFiles, settings: SourceSection) -> tuple[Source
         return files, []  # their names tell the splits
     folders = list(islice(files.folders(), MAX_CONFIGS + 1))
     splits = [folder for folder in folders if FOLDER.fullmatch(folder)]
+    if len(splits) > 1 and len(folders) <= MAX_CONFIGS and _have_same_folders(files, splits):
+        # They hold the same classes, so they are no classes: what is beside them is a split too, such as "extra".
+        splits = [folder for folder in folders if folder in splits or _holds_images(files, folder)]
     holds_shards = _shard_folders(files, folders) if settings.kind in SHARD_KINDS else []
     if splits and _are_splits(files, folders, splits, settings.split):
         if settings.split == ALL and set(splits) & set(holds_shards):
@@ -141,6 +144,12 @@ def _are_splits(files: SourceFiles, folders: list[str], splits: list[str], asked
     is_lone = len(splits) == 1 and not any(map(is_image, files.names()))
     enough = len(splits) > 1 or (is_lone and asked != ALL)
     return enough and len(folders) <= MAX_CONFIGS and not any(_holds_images(files, folder) for folder in others)
+
+
+def _have_same_folders(files: SourceFiles, folders: list[str]) -> bool:
+    """Whether some folder is in each of several folders, as a class in each split."""
+    inside = [set(islice(files.inside(folder).folders(), LOOKED_AT)) for folder in folders]
+    return bool(set.intersection(*inside))
 
 
 def _shard_folders(files: SourceFiles, folders: list[str]) -> list[str]:

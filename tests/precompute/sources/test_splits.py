@@ -96,6 +96,20 @@ def test_folders_of_splits_are_no_classes_unless_the_user_says_so(tmp_path: Path
         listed(root, split="train")
 
 
+def test_a_folder_beside_those_of_two_splits_is_a_split_too(tmp_path: Path) -> None:
+    """Otherwise train, val and extra would be three classes, with the images of the test set in one of them."""
+    source = fill(tmp_path, "train/cat/0.png", "val/cat/1.png", "extra/cat/2.png")
+    (source / "notes").mkdir()
+    with pytest.raises(
+        SourceError, match=r"extra \(1 item\), train \(1 item\), val \(1 item\)\. .*source\.split=train"
+    ):
+        listed(source)
+    for split in ("train", "val", "extra"):
+        assert listed(source, split=split).classes == ["cat"]
+    assert keys(source, split="extra") == ["cat/2.png"]
+    assert listed(source, split="all").classes == ["extra", "notes", "train", "val"]
+
+
 def test_what_a_system_made_is_no_class_and_loose_images_are_taken_without_labels(tmp_path: Path) -> None:
     system = ("__MACOSX", ".ipynb_checkpoints", "@eaDir", "$RECYCLE.BIN", "lost+found", ".hidden")
     root = fill(tmp_path, "b/0.png", "a/0.png", "a/notes.txt", "a/@eaDir/0.png", *(f"{name}/0.png" for name in system))
