@@ -55,7 +55,17 @@ class Sample:
 
     def has_text(self, text_fields: frozenset[str]) -> bool:
         """Whether it has one of the fields that are read."""
-        return not text_fields.isdisjoint(self.texts)
+        return any(self.texts_of(image, text_fields) for image in self.images) or not text_fields.isdisjoint(self.texts)
+
+    def texts_of(self, image: str, text_fields: frozenset[str]) -> dict[str, Part]:
+        """The texts of one of its images, by field: ``a.jpg.txt`` is that of ``a.jpg`` alone, else ``a.txt`` is.
+
+        Args:
+          image: field of the image.
+          text_fields: fields of texts that are read, in lower case.
+        """
+        own = {name: self.texts.get(f"{image}.{name}", self.texts.get(name)) for name in sorted(text_fields)}
+        return {name: part for name, part in own.items() if part}
 
 
 class Chosen(NamedTuple):
@@ -95,10 +105,22 @@ def group_parts(parts: Sequence[Part], dot: Dot, text_fields: frozenset[str]) ->
         if name in fields:
             sample.repeated = name
         fields[name] = part
+    if dot == "last":
+        _join_texts(samples)
     _join_masks(samples)
     if dot == "last":
         _join_parts(samples, text_fields)
     return list(samples.values())
+
+
+def _join_texts(samples: dict[str, Sample]) -> None:
+    """Make ``IMG 1.5.jpg.txt`` the field ``jpg.txt`` of ``IMG 1.5``, as it is at the first dot of other names."""
+    for key in list(samples):
+        whole, _, image = key.rpartition(".")
+        sample, owner = samples[key], samples.get(whole)
+        if owner and image.lower() in owner.images and not sample.images and not sample.repeated:
+            owner.texts |= {f"{image.lower()}.{name}": part for name, part in sample.texts.items()}
+            del samples[key]
 
 
 def _join_masks(samples: dict[str, Sample]) -> None:

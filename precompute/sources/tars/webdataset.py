@@ -7,7 +7,7 @@ index for random access; a tar is walked again only when its source is listed ag
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import BinaryIO
 
 from ....datasets.errors import SourceError
@@ -97,13 +97,15 @@ def _records(
     scan.further.add_fields(chosen.left_out)
     texts: dict[str, bytes] = {}
     problem = None
-    for name, part in sample.texts.items():
-        if name not in text_fields:
+    own_texts = sample.texts_of(chosen.image, text_fields)
+    for part in sample.texts.values():
+        if part not in own_texts.values():
             scan.ignored.file(part.member.name)
-        elif part.text is not None:
+    for name, part in own_texts.items():
+        if part.text is not None:
             if name == "json" or not scan.further.is_text_of_boxes(part.member.name, part.text):
                 texts[name] = part.text
-        elif name == "json" and _has_caption(sample):
+        elif name == "json" and _has_caption(own_texts):
             scan.further.add_unread_text(f"{part.member.name} {part.problem}")
         else:
             problem = ("bad_metadata", f".{name} {part.problem}")
@@ -124,9 +126,9 @@ def _records(
     yield _record(key, place, image, label=label, captions=captions, problem=unusable or problem, companions=companions)
 
 
-def _has_caption(sample: Sample) -> bool:
+def _has_caption(own_texts: Mapping[str, Part]) -> bool:
     """Whether a text beside the .json holds a caption."""
-    texts = [sample.texts[name].text or b"" for name in ("caption", "txt") if name in sample.texts]
+    texts = [own_texts[name].text or b"" for name in ("caption", "txt") if name in own_texts]
     return any(text.strip() for text in texts)
 
 

@@ -175,3 +175,26 @@ def test_a_field_of_a_tar_can_be_a_companion(tmp_path: Path) -> None:
     assert encode(recipe, tmp_path / "source", tmp_path / "store").num_encoded == 0
     with pytest.raises(SourceError, match=r"companions\.depth\.column 'depth': no key of its tars"):
         list_source(tmp_path / "source", companions={"depth": "depth"})
+
+
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    {
+        "plain": ([*images("a.jpg"), ("a.jpg.txt", "own"), ("a.txt", "of any image a")], {"0/a": "own"}),
+        "upper case": ([*images("a.jpg"), ("a.JPG.TXT", "own")], {"0/a": "own"}),
+        "before the image": ([("a.jpg.txt", "own"), *images("a.jpg")], {"0/a": "own"}),
+        "names with dots": (
+            [*images("b 1.5.jpg", "b 1.6.jpg"), ("b 1.5.jpg.txt", "first"), ("b 1.6.jpg.txt", "second")],
+            {"0/b 1.5": "first", "0/b 1.6": "second"},
+        ),
+        "of a mask": (
+            [*images("d.jpg", "d.seg.png"), ("d.txt", "own"), ("d.seg.png.txt", "of the mask")],
+            {"0/d": "own"},
+        ),
+    }.values(),
+)
+def test_a_text_with_the_whole_name_of_an_image_is_that_of_the_image_alone(
+    members: Members, expected: dict[str, str], tmp_path: Path
+) -> None:
+    """As beside images."""
+    assert captions_or_reasons(listed(tmp_path, members)) == expected
