@@ -85,7 +85,7 @@ def check_overrides(recipe: BaseModel, conditions: Sequence[Condition], override
     names = {override.partition("=")[0].strip() for override in overrides}
     for unread in unread_keys(recipe, conditions):
         if unread.key in names and unread.condition.is_refused and not names.intersection(unread.condition.switches):
-            raise RecipeError(f"--set {unread}. Leave it out.")
+            raise RecipeError(f"{unread}, and this command sets it. Leave it out.")
 
 
 def unread_notes(recipe: BaseModel, conditions: Sequence[Condition]) -> list[str]:

@@ -171,3 +171,10 @@ def test_a_run_that_goes_on_without_dropping_keeps_the_null_that_it_has_learned(
     ended = leandit("sample", run, "--out", tmp_path / "out", "--label", "0", "--steps", 1, "--guidance", 2)
     assert ended.code == (0 if can_be_guided else 2), ended.err
     assert can_be_guided or "has not learned the null condition" in ended.err
+
+
+def test_a_key_that_does_not_exist_is_named_as_such(train: Train, tmp_path: Path) -> None:
+    ended = train(tmp_path / "run", 2, on=("optimiser.lr=1e-4",))
+    assert ended.code == 2
+    assert "optimizer" in ended.err
+    assert "cannot change" not in ended.err

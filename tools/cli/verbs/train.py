@@ -55,9 +55,11 @@ def train(
     Example: leandit train dit-s-2-256 --store imagenet-256 --run runs/dit-s --set run.steps=1000
     """
     from ....train.config import load, notes
+    from ....train.run.settings import check_continued
 
     continued = [_key_of(setting) for setting in continue_with or []]
     loaded = load(recipe, [*(overrides or []), *(continue_with or [])])
+    check_continued(continued)
     names_store = bool(store or loaded.data.turns)
     if dry_run:
         from ...plan.dry_run import describe_train
@@ -107,17 +109,14 @@ def train(
 def _key_of(setting: str) -> str:
     """The recipe key of a ``--continue-with``.
 
-    Raises: RecipeError: it is not KEY=VALUE, or the key may not change.
+    Raises: RecipeError: it is not KEY=VALUE.
     """
-    from ....train.run.settings import check_continued
-
     key, equals, _ = setting.partition("=")
     key = key.strip()
     if not equals or "." not in key:
         raise RecipeError(
             f"--continue-with '{setting}': expected SECTION.KEY=VALUE, as in --continue-with optimizer.lr=5e-5."
         )
-    check_continued([key])
     return key
 
 
