@@ -168,7 +168,7 @@ def _problems(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def parse_stored(name: str, model: type[RecipeT], values: Mapping[str, Any]) -> tuple[RecipeT, dict[str, Any]]:
-    """Read values that a release has stored, perhaps another one: keys that are missing take their default.
+    """Read values that this or another release has stored: keys that are missing take their default.
 
     Args:
       name: of what is read, for messages.

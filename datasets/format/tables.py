@@ -32,9 +32,7 @@ NEVER_NULL = ("key", "revision", "row", "label", "status", "text", "num_tokens",
 MAX_LABEL = (1 << 31) - 1
 MAX_NAMES_BYTES = 256 << 20  # of a text column of BATCH_ROWS rows, other than the captions: 16 KiB a row
 MAX_LIST = 256  # values: the captions of one record
-MAX_TEXT_PER_BYTE = (
-    256  # bytes of a column of a row group, for each byte of the file, where they exceed MAX_BATCH_BYTES
-)
+MAX_TEXT_PER_BYTE = 256  # bytes of a column of a row group by those of the file, where they exceed MAX_BATCH_BYTES
 ROW_GROUP = 1 << 16  # rows: what reading one record or caption takes into memory
 
 

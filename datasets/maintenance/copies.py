@@ -7,6 +7,7 @@ copy is right, and nothing is overwritten.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -15,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..disk.hashing import xxh3_file
-from ..errors import LeanditError
+from ..errors import LeanditError, ResourceError
 from ..format.layout import INDEX, RECORDS, SOURCES, TWIN, revision_prefix
 from ..format.schema import FileEntry, LocalFile, Manifest
 from ..format.tables import read_batches
@@ -46,8 +47,8 @@ def right_manifest(root: Path, revision: int) -> Manifest | Undecided | None:
         return UNDECIDED if had_other and _has_other_index(root, copies[0]) else copies[0]
     if copies[0].root_hash == copies[1].root_hash:
         return copies[0]
-    evidence = (_fits_chain, _share_of_tables, _share_of_index, _share_of_shards)
-    return _decided(copies, [lambda one, other, about=about: about(root, one, other) for about in evidence])
+    measures = (_fit_in_chain, _has_records_table, _share_of_index, _share_of_shards)
+    return _decided(copies, [functools.partial(measure, root) for measure in measures])
 
 
 def right_local(root: Path, revision: int, manifest: Manifest | None) -> LocalFile | Undecided | None:
@@ -60,83 +61,94 @@ def right_local(root: Path, revision: int, manifest: Manifest | None) -> LocalFi
     if len(copies) < 2 or copies[0].sources == copies[1].sources:
         return copies[0] if copies else None
 
-    def has_table(one: LocalFile, _: LocalFile) -> float:
-        return float(_intact_table(root, revision, SOURCES, one.sources) is not None)
+    def has_table(copy: LocalFile, _: LocalFile) -> float:
+        return float(_intact_table(root, revision, SOURCES, copy.sources) is not None)
 
-    def has_rows(one: LocalFile, _: LocalFile) -> float:
-        table = _intact_table(root, revision, SOURCES, one.sources)
+    def has_rows(copy: LocalFile, _: LocalFile) -> float:
+        table = _intact_table(root, revision, SOURCES, copy.sources)
         return float(manifest is not None and table is not None and _num_rows(table) == manifest.num_planned)
 
     return _decided(copies, [has_table, has_rows])
 
 
-def _decided(copies: Sequence[File], evidence: Iterable[Callable[[File, File], float]]) -> File | Undecided:
-    """The copy for which all evidence speaks that speaks for either.
+def _decided(copies: Sequence[File], measures: Iterable[Callable[[File, File], float]]) -> File | Undecided:
+    """The one of two copies that fits the store better by every measure that tells them apart.
 
     Args:
-      evidence: functions of a copy and the other, whose value is higher for the right one, or equal for both.
+      measures: functions of a copy and the other one; higher for the copy that fits better, equal if they cannot tell.
     """
-    one, other = copies
-    favoured = set[int]()
-    for about in evidence:
-        values = about(one, other), about(other, one)
-        if values[0] != values[1]:
-            favoured.add(0 if values[0] > values[1] else 1)
-    return copies[favoured.pop()] if len(favoured) == 1 else UNDECIDED
+    first, second = copies
+    votes_first = False
+    votes_second = False
+    for measure in measures:
+        of_first = measure(first, second)
+        of_second = measure(second, first)
+        votes_first |= of_first > of_second
+        votes_second |= of_second > of_first
+    if votes_first == votes_second:
+        return UNDECIDED
+    return first if votes_first else second
 
 
-def _fits_chain(root: Path, one: Manifest, _: Manifest) -> float:
-    """How many of the revisions before and after it fit to a manifest."""
-    before = {manifest.root_hash for manifest in intact_copies(read_manifest, root, one.revision - 1)}
-    after = {manifest.base for manifest in intact_copies(read_manifest, root, one.revision + 1) if not manifest.copies}
-    return float(not one.copies and one.base in before) + float(one.root_hash in after)
+def _fit_in_chain(root: Path, manifest: Manifest, _: Manifest) -> float:
+    """To how many of its neighbors a manifest fits: the revision before it, and the one after it."""
+    before = {each.root_hash for each in intact_copies(read_manifest, root, manifest.revision - 1)}
+    after = {each.base for each in intact_copies(read_manifest, root, manifest.revision + 1) if not each.copies}
+    return float(not manifest.copies and manifest.base in before) + float(manifest.root_hash in after)
 
 
-def _share_of_tables(root: Path, one: Manifest, _: Manifest) -> float:
-    """Whether the records table of a manifest is there, in either copy."""
-    path = revision_prefix(one.revision) + RECORDS
-    entry = next(entry for entry in one.files if entry.path == path)
-    return float(_intact_table(root, one.revision, RECORDS, entry) is not None)
+def _has_records_table(root: Path, manifest: Manifest, _: Manifest) -> float:
+    """1 if the records table of a manifest is there, in either copy, else 0."""
+    path = revision_prefix(manifest.revision) + RECORDS
+    entry = next(entry for entry in manifest.files if entry.path == path)
+    return float(_intact_table(root, manifest.revision, RECORDS, entry) is not None)
 
 
-def _share_of_index(root: Path, one: Manifest, other: Manifest) -> float:
+def _share_of_index(root: Path, manifest: Manifest, other: Manifest) -> float:
     """Share of the files of the index that a manifest names, and the other does not, which are there."""
-    prefix = f"{revision_prefix(one.revision)}{INDEX}/"
-    return _share_there(root, [entry for entry in _only_in(one, other) if entry.path.startswith(prefix)])
+    prefix = f"{revision_prefix(manifest.revision)}{INDEX}/"
+    return _share_there(root, [entry for entry in _only_in(manifest, other) if entry.path.startswith(prefix)])
 
 
-def _share_of_shards(root: Path, one: Manifest, other: Manifest) -> float:
+def _share_of_shards(root: Path, manifest: Manifest, other: Manifest) -> float:
     """Share of the shards that a manifest names, and the other does not, which are there; some are looked at."""
-    shards = [entry for entry in _only_in(one, other) if "/c/" in entry.path]
+    shards = [entry for entry in _only_in(manifest, other) if "/c/" in entry.path]
     return _share_there(root, [shards[i] for i in spread(len(shards), MOST_SHARDS)])
 
 
-def _has_other_index(root: Path, one: Manifest) -> bool:
-    """Whether the index that is there is of other tables than those of a manifest.
+def _has_other_index(root: Path, manifest: Manifest) -> bool:
+    """Whether the index in the store belongs to other tables than those of a manifest.
 
-    So it is if no file of it is as the manifest says, or if one that is not follows from another table of records.
+    It does if none of its files is as the manifest says, or if one that differs follows from the tables in the store.
     """
-    prefix = f"{revision_prefix(one.revision)}{INDEX}/"
-    entries = [entry for entry in one.files if entry.path.startswith(prefix) and (root / entry.path).is_file()]
+    prefix = f"{revision_prefix(manifest.revision)}{INDEX}/"
+    entries = [entry for entry in manifest.files if entry.path.startswith(prefix) and (root / entry.path).is_file()]
     differing = [entry for entry in entries if not _is_there(root / entry.path, entry)]
     if not differing:
         return False
     if not any(entry.bytes for entry in entries if entry not in differing):
         return True
-    return any(_follows_from(root, one, folder, differing) for folder in ("", f"{TWIN}/"))
+    return any(_follows_from(root, manifest, folder, differing) for folder in ("", f"{TWIN}/"))
 
 
-def _follows_from(root: Path, one: Manifest, folder: str, differing: Sequence[FileEntry]) -> bool:
-    """Whether one of some files of the index has the content that follows from the tables in a folder."""
-    prefix = revision_prefix(one.revision)
+def _follows_from(root: Path, manifest: Manifest, folder: str, differing: Sequence[FileEntry]) -> bool:
+    """Whether a file of the index that differs from its manifest has the content that follows from the tables.
+
+    Args:
+      folder: of the tables, within that of the revision.
+    Raises: ResourceError: the disk or this machine failed, which says nothing about the tables.
+    """
+    prefix = revision_prefix(manifest.revision)
     try:
         numbers = build_index(
-            one.spec,
-            one.layouts(),
-            one.num_planned,
-            one.num_captions,
+            manifest.spec,
+            manifest.layouts(),
+            manifest.num_planned,
+            manifest.num_captions,
             lambda name, columns: read_batches(root / f"{prefix}{folder}{name}", columns),
         )
+    except ResourceError:
+        raise
     except (LeanditError, pa.ArrowException, OSError, ValueError, LookupError):
         return False  # they are damaged, or of another number of records
     contents = {prefix + name: content for name, content in index_files(numbers).items()}
@@ -145,10 +157,10 @@ def _follows_from(root: Path, one: Manifest, folder: str, differing: Sequence[Fi
     )
 
 
-def _only_in(one: Manifest, other: Manifest) -> list[FileEntry]:
+def _only_in(manifest: Manifest, other: Manifest) -> list[FileEntry]:
     """Files of a manifest that the other does not have, or has with other bytes."""
     others = {entry.path: entry for entry in other.files}
-    return [entry for entry in one.files if others.get(entry.path) != entry]
+    return [entry for entry in manifest.files if others.get(entry.path) != entry]
 
 
 def _share_there(root: Path, entries: Sequence[FileEntry]) -> float:

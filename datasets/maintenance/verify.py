@@ -184,7 +184,8 @@ def is_later_lost(findings: Iterable[Finding]) -> bool:
 def _expect_sealed(root: Path, revision: int, expected: Expected) -> Manifest | None:
     """Add the files of a sealed revision: its shards, and each of its own files twice."""
     prefix = revision_prefix(revision)
-    manifest, unclear = right_manifest(root, revision), set[str]()
+    manifest = right_manifest(root, revision)
+    unclear: set[str] = set()  # files whose copies are of different stores
     if manifest == UNDECIDED:
         unclear |= {MANIFEST, RECORDS, CAPTIONS}
         for copy in intact_copies(read_manifest, root, revision):  # what either names is no stray file

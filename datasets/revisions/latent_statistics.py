@@ -18,7 +18,8 @@ PATTERNS = 1 << 16  # of a float16
 BLOCK_VALUES = 1 << 19  # counted at once, so that numpy's copy of them stays in the cache
 # A model expects channels of about mean 0 and standard deviation 1. Published autoencoders keep within these limits on
 # photographs, with their own scale and shift; without these, or with those of another one, channels are beyond them.
-MEAN_LIMIT, STD_LIMITS = 3.0, (0.2, 5.0)
+MEAN_LIMIT = 3.0
+STD_LIMITS = (0.2, 5.0)
 MAX_HALF = float(np.finfo(np.float16).max)
 
 

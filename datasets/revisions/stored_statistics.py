@@ -73,7 +73,7 @@ def statistics_of_stored(
     Raises: DamageError: a row that must be read is not what was written.
     """
     before = plan.before
-    statistics = [*parts]
+    statistics = list(parts)
     if before and before.statistics:
         statistics.insert(0, before.statistics)
     if not statistics:
@@ -82,8 +82,10 @@ def statistics_of_stored(
 
     reader = _RowReader(root, plan.spec, plan.layout.arrays, files)
     counted = [_rows_before(root, before) if before else {}, written]
-    num_counted = num_removed = 0
-    removed, returned = dict[str, list[Block]](), dict[str, list[Block]]()
+    num_counted = 0
+    num_removed = 0
+    removed: dict[str, list[Block]] = {}
+    returned: dict[str, list[Block]] = {}
     for bucket in sorted({*stored, *counted[0], *written}, key=bucket_size):
         is_stored = reader.mark(bucket, [stored])
         is_counted = reader.mark(bucket, counted)

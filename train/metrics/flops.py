@@ -2,8 +2,8 @@
 
 A FLOP is one multiplication or one addition, so a multiply-accumulate is two: the "Gflops" of the DiT paper are half of
 these. A training step of all weights is three forwards, as is usual for MFU (the backward has two products for each of
-the forward's; that inputs of the model have no gradient is neglected). With adapters the backward is counted as it
-is: frozen weights have no gradient, and neither has what lies before the first adapter. Recomputation by activation
+the forward's; that inputs of the model need no gradient is neglected). With adapters the backward is counted as it
+runs: frozen weights have no gradient, and neither does what lies before the first adapter. Recomputation by activation
 checkpointing is not counted.
 """
 
@@ -54,7 +54,7 @@ def forward_flops(spec: ModelSpec, latent_size: tuple[int, int], caption_tokens:
 def train_flops(spec: ModelSpec, latent_size: tuple[int, int], caption_tokens: int = 0) -> int:
     """FLOPs of one image's forward and backward, without recomputation.
 
-    Args: as of ``forward_flops``.
+    Args: as for ``forward_flops``.
     """
     if spec.adapter:
         return _counted(spec, latent_size, caption_tokens, "forward and backward")

@@ -1,8 +1,8 @@
 """The figures of a run: a report as the trainer writes it, and ``metrics.jsonl`` and ``starts.jsonl`` read again.
 
 It needs no torch. A last line without an end belongs to a writer that still writes or was killed, and is left out.
-Lines may be of another release: a figure that a line lacks is not known there, a figure that this release does not know
-is left out. A million steps take seconds.
+Lines may come from another release: a figure that a line lacks is unknown there, and one that this release lacks is
+left out. A million steps take seconds.
 """
 
 from __future__ import annotations
@@ -133,11 +133,11 @@ class Start(BaseModel):
 
 
 def _line_of(figures: type, name: str, *, required: Sequence[str] = (), **parts: Any) -> type[BaseModel]:
-    """A model of a stored line: as some figures, each of which a line may lack, but for required ones.
+    """A model of a stored line, which may lack any figure that is not required.
 
     Args:
-      figures: a dataclass.
-      parts: types in place of those of the dataclass.
+      figures: a dataclass, whose fields are the figures.
+      parts: types of some fields, in place of those of the dataclass.
     """
     hints = get_type_hints(figures, include_extras=True) | parts
     fields: dict[str, Any] = {key: (hint if key in required else (hint | None), None) for key, hint in hints.items()}

@@ -126,11 +126,11 @@ class Meter:
       peak_flops: of all devices together, in FLOP/s; 0 if unknown.
       scale: of the loss, with float16: a gradient that is not finite is no error, but shrinks it.
       most_skipped: updates of the run that may be skipped because the loss or the gradient is not finite.
-      num_skipped: those that were, before the first step.
-      warn: called with a line for each.
+      num_skipped: updates that were skipped before the first step.
+      warn: called with a line for each skipped update.
 
     Attributes:
-      num_skipped: those that were, up to the last report.
+      num_skipped: updates that were skipped up to the last report.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ OFF = (None, False, 0, "", "none", [], {})  # values of an option that is not us
 class Frozen(BaseModel):
     """A part of the specification.
 
-    A stored one may be of another release: an option that this release does not have is left out where it is off.
+    A stored specification may come from another release: an option that this release lacks is left out if it is off.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Rule = Literal["constant", "tokens", "tokens and steps"]
-FLOW_MATCHING = "FlowMatch"  # begins the names of diffusers' schedulers of flows alone
+FLOW_MATCHING = "FlowMatch"  # how the names of diffusers' schedulers begin that are for flows alone
 
 # FLUX.2's mu is linear in the image tokens at 10 and at 200 steps, and linear in the steps between (and beyond) them.
 # Beyond 4300 tokens it is that of 200 steps. Source: ``compute_empirical_mu`` in diffusers' pipeline_flux2.py.
@@ -74,8 +74,13 @@ def parse_scheduler(text: str) -> dict[str, Any]:
     config = json.loads(text)
     if not isinstance(config, dict):
         raise ValueError("expected a JSON object")
-    kept = {key: value for key, value in config.items() if key == "_class_name" or not key.startswith("_")}
-    return {key: value for key, value in kept.items() if not (isinstance(value, float) and not math.isfinite(value))}
+    arguments: dict[str, Any] = {}
+    for key, value in config.items():
+        is_private = key.startswith("_") and key != "_class_name"
+        is_infinite = isinstance(value, float) and not math.isfinite(value)
+        if not is_private and not is_infinite:
+            arguments[key] = value
+    return arguments
 
 
 def is_of_flow(scheduler: Mapping[str, Any]) -> bool:

@@ -109,8 +109,11 @@ def build_scheduler(
     shared: dict[str, Any] = {"num_train_timesteps": TRAIN_STEPS}
     dpm: dict[str, Any] = shared | {"algorithm_type": "dpmsolver++", "solver_order": 2}
     if sampler == "euler":
-        more: dict[str, Any] = {"shift_terminal": terminal} if terminal else {}
-        return FlowMatchEulerDiscreteScheduler(**shared, **more, shift=objective.shift)
+        return FlowMatchEulerDiscreteScheduler(
+            num_train_timesteps=TRAIN_STEPS,
+            shift=objective.shift,
+            shift_terminal=terminal or None,  # pyright: ignore[reportArgumentType]
+        )
     if sampler == "heun":
         return FlowMatchHeunDiscreteScheduler(**shared, shift=objective.shift)
     if objective.kind == "flow":  # as Sana draws, with 20 steps

@@ -108,15 +108,17 @@ def model_folder(source: str, *, files: tuple[str, ...] = (CONFIG, *weight_names
             "save_pretrained of diffusers or 'leandit export RUN --merged', and name that folder."
         )
     others = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
-    named = f" Its subfolders with one are {', '.join(others)}: name the one that is meant." if others else ""
-    raise RunError(f"{problem}. Expected a folder or hub id of a diffusers pipeline, or of its transformer.{named}")
+    advice = f" These subfolders have one: {', '.join(others)}. Name the one that is meant." if others else ""
+    raise RunError(f"{problem}. Expected a folder or hub id of a diffusers pipeline, or of its transformer.{advice}")
 
 
 def _fetch(hub_id: str, files: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    names = [*(f"{place}{name}" for place in ("", f"{SUBFOLDER}/") for name in files), SCHEDULER]
+    names = [SCHEDULER]
+    for name in files:
+        names += [name, f"{SUBFOLDER}/{name}"]
     try:
         return Path(snapshot_download(hub_id, allow_patterns=names))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
@@ -215,7 +217,8 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
         files = weight_files(folder, WEIGHTS, library="diffusers")
     except WeightFilesError as error:
         raise RunError(f"model.init_from '{folder}': {error}.") from error
-    tensors, file_of = dict[str, Tensor](), dict[str, str]()
+    tensors: dict[str, Tensor] = {}
+    file_of: dict[str, str] = {}
     for path in files:
         for name, tensor in without_wrappers(read_safetensors(path), str(path)).items():
             if name in tensors:
