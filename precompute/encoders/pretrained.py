@@ -99,8 +99,11 @@ class Pretrained:
         where: str,
         dtype_key: str,
     ) -> None:
-        self._dtype, self._device, self._load = dtype, device, load
-        self._where, self._dtype_key = where, dtype_key
+        self._dtype = dtype
+        self._device = device
+        self._load = load
+        self._where = where
+        self._dtype_key = dtype_key
         self._model: Any = None
         self._exact: Any = None
 

@@ -15,20 +15,47 @@ from PIL import Image, TiffImagePlugin
 
 from ...datasets.errors import RecordRejected
 
-# TIFF 6.0
-SUBFILE_TYPE, WIDTH, HEIGHT, BITS, COMPRESSION, PHOTOMETRIC, FILL_ORDER = 254, 256, 257, 258, 259, 262, 266
-STRIP_OFFSETS, ORIENTATION, SAMPLES, ROWS_PER_STRIP, STRIP_BYTES, PLANAR = 273, 274, 277, 278, 279, 284
-PREDICTOR, TILE_WIDTH, TILE_HEIGHT, TILE_OFFSETS, TILE_BYTES, EXTRA_SAMPLES = 317, 322, 323, 324, 325, 338
-SAMPLE_FORMAT, JPEG_TABLES, SUBSAMPLING, DNG_VERSION = 339, 347, 530, 50706
+# Tags of TIFF 6.0, and of DNG.
+SUBFILE_TYPE = 254
+WIDTH = 256
+HEIGHT = 257
+BITS = 258
+COMPRESSION = 259
+PHOTOMETRIC = 262
+FILL_ORDER = 266
+STRIP_OFFSETS = 273
+ORIENTATION = 274
+SAMPLES = 277
+ROWS_PER_STRIP = 278
+STRIP_BYTES = 279
+PLANAR = 284
+PREDICTOR = 317
+TILE_WIDTH = 322
+TILE_HEIGHT = 323
+TILE_OFFSETS = 324
+TILE_BYTES = 325
+EXTRA_SAMPLES = 338
+SAMPLE_FORMAT = 339
+JPEG_TABLES = 347
+SUBSAMPLING = 530
+DNG_VERSION = 50706
+# Values of PLANAR, PHOTOMETRIC and EXTRA_SAMPLES.
 IN_PLANES = 2
-WHITE_IS_ZERO, BLACK_IS_ZERO, RGB, CMYK = 0, 1, 2, 5
-PREMULTIPLIED, ALPHA = 1, 2  # of EXTRA_SAMPLES
+WHITE_IS_ZERO = 0
+BLACK_IS_ZERO = 1
+RGB = 2
+CMYK = 5
+PREMULTIPLIED = 1
+ALPHA = 2
 COPIED = (COMPRESSION, FILL_ORDER, ORIENTATION, ROWS_PER_STRIP, PREDICTOR, TILE_WIDTH, TILE_HEIGHT)
 COLOUR_SAMPLES = {WHITE_IS_ZERO: 1, BLACK_IS_ZERO: 1, RGB: 3, CMYK: 4}
 PHOTOMETRICS = {0: "gray", 1: "gray", 2: "RGB", 3: "a palette", 4: "a mask", 5: "CMYK", 6: "YCbCr", 8: "Lab"}
 COMPRESSIONS = {1: "none", 2: "CCITT", 3: "CCITT", 4: "CCITT", 5: "LZW", 6: "old JPEG", 7: "JPEG", 8: "deflate"}
 FORMATS = {1: "unsigned", 2: "signed", 3: "floating-point"}
-SHORT, LONG, UNDEFINED = 3, 4, 7
+# Types of the values of a tag.
+SHORT = 3
+LONG = 4
+UNDEFINED = 7
 
 
 def bits_of(tags: Any) -> int:
@@ -66,9 +93,11 @@ def describe(data: bytes) -> str:
         file = io.BytesIO(data)
         file.seek(tags.next)
         tags.load(file)
-        bits, kinds = _numbers(tags, BITS) or [1], _numbers(tags, SAMPLE_FORMAT) or [1]
-        photometric, compression = tags[PHOTOMETRIC], tags.get(COMPRESSION, 1)
-        words = f"{len(bits)} x {max(bits)}-bit {FORMATS.get(kinds[0], 'other')} samples"
+        bits = _numbers(tags, BITS) or [1]
+        sample_formats = _numbers(tags, SAMPLE_FORMAT) or [1]
+        photometric = tags[PHOTOMETRIC]
+        compression = tags.get(COMPRESSION, 1)
+        words = f"{len(bits)} x {max(bits)}-bit {FORMATS.get(sample_formats[0], 'other')} samples"
     except RecordRejected:
         return ""
     except (ArithmeticError, AttributeError, LookupError, OSError, SyntaxError, TypeError, ValueError, struct.error):

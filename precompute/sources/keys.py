@@ -9,8 +9,12 @@ from ...datasets.errors import SourceError
 from ..config import SourceSection
 
 COCO = "coco"  # a manifest that is a list of COCO's captions, whose columns have fixed names
-IMAGE, CAPTION, LABEL = "source.image", "source.caption", "source.label"
-ROOT, SIZES, TEXT_FILE = "source.root", 'source.sizes "manifest"', "source.text_file"
+IMAGE = "source.image"
+CAPTION = "source.caption"
+LABEL = "source.label"
+ROOT = "source.root"
+SIZES = 'source.sizes "manifest"'
+TEXT_FILE = "source.text_file"
 WNID = 'source.labels "wnid"'
 
 

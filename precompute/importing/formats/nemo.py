@@ -189,7 +189,8 @@ def _valid(tensors: dict[str, Any], length: int) -> np.ndarray:
 def _image(found: Any, model: str) -> tuple[str, ListedImage]:
     """Key and description of an image of the listing, as for ``add_listed``."""
     path = inner_path("/".join(PurePosixPath(found["cache_file"]).parts[-2:]))
-    prompt, problem = found.get("prompt"), ""
+    prompt = found.get("prompt")
+    problem = ""
     key = next((key for key in BUCKET_KEYS if key in found), BUCKET_KEYS[0])
     sides = [found.get("original_resolution"), found.get(key)]
     if found.get("model_type", model) != model:
@@ -198,7 +199,10 @@ def _image(found: Any, model: str) -> tuple[str, ListedImage]:
         problem = "its prompt is not text, empty, or too long"
     elif not all(isinstance(side, list) and len(side) == 2 and all(map(_is_side, side)) for side in sides):
         problem = f"its original_resolution or {key} is not [width, height]"
-    size, bucket = ((0, 0), (0, 0)) if problem else ((height, width) for width, height in sides)
+    if problem:
+        size = bucket = (0, 0)
+    else:
+        size, bucket = ((height, width) for width, height in sides)
     return path.rpartition(".")[0], ListedImage(str(prompt), size, path, bucket, problem)
 
 

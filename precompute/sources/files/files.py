@@ -142,7 +142,10 @@ class SourceFiles:
         hidden: LeftOut = lambda _: None,
     ) -> Iterator[FoundFile | str]:
         """The files of a folder, and as text its subfolders, in order."""
-        listed, prefix, folders, names = self._list(folder), f"{folder}/" if folder else "", set[str](), list[str]()
+        listed = self._list(folder)
+        prefix = f"{folder}/" if folder else ""
+        folders: set[str] = set()
+        names: list[str] = []
         for name, info in listed.items():
             if self._is_folder(info):
                 folders.add(name)

@@ -21,7 +21,8 @@ from .record import MAX_TEXT_BYTES, SourceRecord, is_image, usable_key
 from .texts import TextReader
 
 SIDECARS = (".caption", ".txt", ".json")  # captions come from the first of the first two that exists
-IMAGE_FOLDER, TEXT_FOLDERS = "images", ("captions", "labels", "texts", "prompts")  # beside each other, of equal names
+IMAGE_FOLDER = "images"
+TEXT_FOLDERS = ("captions", "labels", "texts", "prompts")  # beside IMAGE_FOLDER, with texts of the same names
 OUTSIDE = 'the image lies outside the class folders; with source.labels = "none" all are taken, without labels'
 WNID = re.compile(r"(n[0-9]{8})_[0-9]+\.[^.]+")  # ILSVRC's names of training images
 UNLABELLED = re.compile(r"ILSVRC[0-9]{4}_(val|test)_[0-9]{8}\.[^.]+")
@@ -101,11 +102,15 @@ def image_folder(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
             continue
         if beside.belongs_to_another(file.path):
             continue
-        name = _wnid(file.path) if has_wnids else file.path.rpartition("/")[0].partition("/")[0]
-        why = OUTSIDE if has_classes else NO_WNID if labels == "wnid" else ""
-        record = file.record(
-            label=scan.label(name) if name else -1, problem=("bad_metadata", why) if why and not name else None
-        )
+        class_name = _wnid(file.path) if has_wnids else file.path.rpartition("/")[0].partition("/")[0]
+        if class_name:
+            record = file.record(label=scan.label(class_name))
+        elif has_classes:
+            record = file.record(problem=("bad_metadata", OUTSIDE))
+        elif labels == "wnid":
+            record = file.record(problem=("bad_metadata", NO_WNID))
+        else:
+            record = file.record()
         yield with_companions(record, beside)
     check_companions(files, beside, scan)
 
@@ -182,10 +187,11 @@ def texts_of(image: str, names: frozenset[str]) -> dict[str, str]:
     ``a.jpg.txt`` is that of ``a.jpg`` alone, ``a.txt`` that of any image ``a``. Extensions may have any case, and
     letters with accents either of their two forms, of which macOS writes the other one.
     """
-    stem = os.path.splitext(image)[0]
+    beginnings = []
+    for name in (image, os.path.splitext(image)[0]):
+        beginnings += [name, normalize("NFC", name), normalize("NFD", name)]
     texts = {}
     for extension in SIDECARS:
-        beginnings = [form for name in (image, stem) for form in (name, normalize("NFC", name), normalize("NFD", name))]
         endings = (extension, extension.upper(), extension.title())
         candidates = (beginning + ending for beginning in beginnings for ending in endings)
         text = next((name for name in candidates if name in names), None)
@@ -197,10 +203,13 @@ def texts_of(image: str, names: frozenset[str]) -> dict[str, str]:
 def _text_folder(files: SourceFiles) -> str | None:
     """The folder of texts next to a folder ``images``: same names, other extensions."""
     folders = set(itertools.islice(files.folders(), LOOKED_AT))
-    for folder in TEXT_FOLDERS if IMAGE_FOLDER in folders else ():
-        first = itertools.islice(files.inside(folder).walk(), LOOKED_AT) if folder in folders else ()
-        if any(is_text(file.path) for file in first):
-            return folder
+    if IMAGE_FOLDER not in folders:
+        return None
+    for folder in TEXT_FOLDERS:
+        if folder in folders:
+            first = itertools.islice(files.inside(folder).walk(), LOOKED_AT)
+            if any(is_text(file.path) for file in first):
+                return folder
     return None
 
 
@@ -258,10 +267,10 @@ class _Texts:
                 self._used.add(paths[extension])
         texts = {}
         for extension in SIDECARS:
-            path_of_text = paths.get(extension, "")
-            file = together.get(path_of_text) or (self._files.look(path_of_text) if path_of_text else None)
-            if file:
-                texts[extension] = file
+            if extension in paths:
+                file = together.get(paths[extension]) or self._files.look(paths[extension])
+                if file:
+                    texts[extension] = file
         return texts
 
     def unused(self, folder: str) -> list[str]:

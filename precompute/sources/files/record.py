@@ -63,7 +63,8 @@ class SourceRecord:
 
 def encoded_texts(captions: Sequence[str]) -> list[str]:
     """Captions as encoded: stripped, without empty ones and duplicates."""
-    return list(dict.fromkeys(text for caption in captions if (text := caption.strip())))
+    stripped = (caption.strip() for caption in captions)
+    return list(dict.fromkeys(text for text in stripped if text))
 
 
 def is_image(path: str) -> bool:

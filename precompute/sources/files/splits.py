@@ -77,7 +77,7 @@ def tell_split(names: Iterable[str]) -> bool:
 
 
 def folder_of_split(files: SourceFiles, settings: SourceSection) -> tuple[SourceFiles, list[str]]:
-    """The folder that holds the images of the split: the source itself, or one inside it.
+    """The folder that holds the images of the split: the folder of the source, or one inside it.
 
     Returns: its files, and notes.
     Raises: SourceError: several splits or configurations, and none named.
@@ -91,9 +91,9 @@ def folder_of_split(files: SourceFiles, settings: SourceSection) -> tuple[Source
     if len(splits) > 1 and len(folders) <= MAX_CONFIGS and _have_same_folders(files, splits):
         # They hold the same classes, so they are no classes: what is beside them is a split too, such as "extra".
         splits = [folder for folder in folders if folder in splits or _holds_images(files, folder)]
-    holds_shards = _shard_folders(files, folders) if settings.kind in SHARD_KINDS else []
+    shard_folders = _shard_folders(files, folders) if settings.kind in SHARD_KINDS else []
     if splits and _are_splits(files, folders, splits, settings.split):
-        if settings.split == ALL and set(splits) & set(holds_shards):
+        if settings.split == ALL and set(splits) & set(shard_folders):
             raise SourceError(
                 f"source '{files.name}': its splits are folders of shards, which make one store each: "
                 f"{', '.join(splits)}. Name one of them with --set source.split={_likely(splits)}."
@@ -108,14 +108,14 @@ def folder_of_split(files: SourceFiles, settings: SourceSection) -> tuple[Source
         if chosen is not None:
             return files.inside(chosen), [f"split '{chosen}' of {', '.join(splits)}"]
         return files, []
-    if len(holds_shards) > 1:
+    if len(shard_folders) > 1:
         raise SourceError(
-            f"source '{files.name}': several configurations: {', '.join(holds_shards)}. Pass one of them, such as "
-            f"--source {files.name}/{holds_shards[0]}."
+            f"source '{files.name}': several configurations: {', '.join(shard_folders)}. Pass one of them, such as "
+            f"--source {files.name}/{shard_folders[0]}."
         )
-    if holds_shards:
-        inner, notes = folder_of_split(files.inside(holds_shards[0]), settings)
-        return inner, [f"shards in folder '{holds_shards[0]}'", *notes]
+    if shard_folders:
+        inner, notes = folder_of_split(files.inside(shard_folders[0]), settings)
+        return inner, [f"shards in folder '{shard_folders[0]}'", *notes]
     return files, []
 
 
@@ -124,26 +124,30 @@ def check_has_splits(where: str, split: str) -> None:
 
     Raises: SourceError.
     """
-    if split not in ("", ALL) and not _is_split(where, split):
+    if split not in ("", ALL) and not _is_folder_of_split(where, split):
         raise SourceError(
             f"source '{where}': no split '{split}': nothing in it is named train, validation or test. Leave "
             "source.split out to store all of it."
         )
 
 
-def _is_split(where: str, split: str) -> bool:
-    """The source folder itself is the split."""
+def _is_folder_of_split(where: str, split: str) -> bool:
+    """Whether the folder of the source is itself named like the split."""
     folder = where.rstrip("/").rpartition("/")[2]
-    return split not in ("", ALL) and bool(FOLDER.fullmatch(folder)) and _usual(folder) == _usual(split)
+    return bool(FOLDER.fullmatch(folder)) and _usual(folder) == _usual(split)
 
 
 def _are_splits(files: SourceFiles, folders: list[str], splits: list[str], asked: str) -> bool:
-    """Folders named like splits are splits, not classes, if no other folder holds images; a lone one, if no image
-    lies beside it: then it is told by the paths of the images (``splits_of_folders``)."""
-    others = [folder for folder in folders if folder not in splits]
-    is_lone = len(splits) == 1 and not any(map(is_image, files.names()))
-    enough = len(splits) > 1 or (is_lone and asked != ALL)
-    return enough and len(folders) <= MAX_CONFIGS and not any(_holds_images(files, folder) for folder in others)
+    """Whether folders that are named like splits are splits and not classes: no other folder may hold images.
+
+    A lone one is no split if images lie beside it; then the paths of the images tell their splits
+    (``splits_of_folders``).
+    """
+    if len(folders) > MAX_CONFIGS:
+        return False
+    if len(splits) == 1 and (asked == ALL or any(map(is_image, files.names()))):
+        return False
+    return not any(_holds_images(files, folder) for folder in folders if folder not in splits)
 
 
 def _have_same_folders(files: SourceFiles, folders: list[str]) -> bool:
@@ -156,16 +160,16 @@ def _shard_folders(files: SourceFiles, folders: list[str]) -> list[str]:
     """Folders that hold shards, directly or in folders of splits."""
     if len(folders) > MAX_CONFIGS or any(is_image(name) for name in files.names()):
         return []
-    with_shards = []
+    shard_folders = []
     for folder in folders:
         inside = files.inside(folder)
         if _has_shards(inside):
-            with_shards.append(folder)
+            shard_folders.append(folder)
         elif not FOLDER.fullmatch(folder):
             below = [name for name in islice(inside.folders(), MAX_CONFIGS) if FOLDER.fullmatch(name)]
             if any(_has_shards(inside.inside(name)) for name in below):
-                with_shards.append(folder)
-    return with_shards
+                shard_folders.append(folder)
+    return shard_folders
 
 
 def _has_shards(files: SourceFiles) -> bool:

@@ -35,8 +35,11 @@ class TextReader:
     """
 
     def __init__(self, settings: SourceSection, labels: Labels) -> None:
-        self._settings, self._labels = settings, labels
-        self._num_whole = self._num_lines = self._num_single = 0
+        self._settings = settings
+        self._labels = labels
+        self._num_whole = 0  # files of text that were read as one caption
+        self._num_lines = 0  # files of a caption on each line
+        self._num_single = 0  # files of a single line
         self._fields: Counter[str] = Counter()  # of .json, by the number of images that have one
         self._num_images = 0
         self._num_named: Counter[str] = Counter()  # images that have the field that a key of the recipe names
@@ -79,7 +82,8 @@ class TextReader:
         """The captions of an image; None without any text for them."""
         name = self._settings.caption
         if name:
-            self._num_named["caption"] += 1 if name in row or name in texts else 0
+            if name in row or name in texts:
+                self._num_named["caption"] += 1
             if name in row:
                 return captions_of(row, [name])
             return self._captions_in_file(decode_text(texts[name], name), row) if name in texts else None
@@ -98,11 +102,13 @@ class TextReader:
         text = text.strip()
         lines = [line.strip() for line in split_lines(text)]
         if len(lines) == 1:
-            self._num_single += 1 if text else 0
-            return captions_of({"captions": [text] if text else []})
+            if not text:
+                return ()
+            self._num_single += 1
+            return captions_of({"captions": [text]})
         form = self._settings.text_file
-        is_one = "" in lines or _is_json(text) or any(_is_text(row.get(name), text) for name in CAPTION_NAMES)
-        if form == "whole" or (form == "auto" and is_one):
+        is_one_caption = "" in lines or _is_json(text) or any(_is_text(row.get(name), text) for name in CAPTION_NAMES)
+        if form == "whole" or (form == "auto" and is_one_caption):
             self._num_whole += 1
             return captions_of({"captions": [text]})
         self._num_lines += 1
@@ -114,7 +120,8 @@ class TextReader:
             return -1
         name = self._settings.label
         if name:
-            self._num_named["label"] += 1 if name in row or name in texts else 0
+            if name in row or name in texts:
+                self._num_named["label"] += 1
             if name in row:
                 return self._labels.read(row[name])
         if name in ("", "cls") and "cls" in texts:

@@ -367,10 +367,9 @@ def embedded_batches(files: SourceFiles, scan: Scan) -> Iterator[pa.RecordBatch]
                 where = files.shown(name)
                 roles, classes = find_columns(file.schema, where, settings, list(scan.companions.values()))
                 if name == names[0]:
-                    captions, labels = (
-                        f"'{column[0]}'" if column else "none" for column in (roles.captions, roles.labels)
-                    )
                     image = roles.images[0].removesuffix(".bytes")
+                    captions = f"'{roles.captions[0]}'" if roles.captions else "none"
+                    labels = f"'{roles.labels[0]}'" if roles.labels else "none"
                     scan.notes.append(f"columns: images '{image}', captions {captions}, labels {labels}")
                     scan.classes = classes
                 elif classes != scan.classes:
@@ -382,8 +381,8 @@ def embedded_batches(files: SourceFiles, scan: Scan) -> Iterator[pa.RecordBatch]
                 split = [roles.split] if roles.split and values is not None else []
                 for rows in _numbered(file, [*roles.labels, *roles.captions, *split]):
                     connection.register("rows", rows)
-                    (found,) = connection.sql(query).to_arrow_table().combine_chunks().to_batches()
-                    batch = _with_labels(found, scan.labels)  # of all splits, so that each has the same labels
+                    (records,) = connection.sql(query).to_arrow_table().combine_chunks().to_batches()
+                    batch = _with_labels(records, scan.labels)  # of all splits, so that each has the same labels
                     if values is not None:
                         splits = rows[roles.split] if roles.split else pa.nulls(rows.num_rows, pa.string())
                         is_in_split = pc.is_in(_split_texts(splits), pa.array(values, pa.string()))

@@ -160,16 +160,17 @@ def _coco_cells(
             maximum_object_size = {os.path.getsize(path) + 1}, columns = {{{name}: 'STRUCT({fields})[]'}})""",
             [path],
         )
-    lacking, images, captions, wordless, unused = connection.execute(
+    lacks_list, num_images, num_captions, num_without_caption, num_unused = connection.execute(
         """SELECT (SELECT coalesce(bool_or(is_missing), false) FROM images) OR coalesce(bool_or(is_missing), false),
         (SELECT count(*) FROM images), count(*), count(*) FILTER (caption IS NULL),
         count(*) FILTER (image_id NOT IN (SELECT id FROM images WHERE id IS NOT NULL)) FROM annotations"""
     ).fetchall()[0]
-    if lacking or wordless:
-        what = "the lists 'images' and 'annotations'" if lacking else "annotations with 'caption'"
-        raise SourceError(f"{where}: a JSON object without {what}; expected COCO's captions, or a list of rows.")
-    scan.notes.append(f"COCO: {images} images, {captions} captions")
-    scan.notes += [f"COCO: captions that name no image of the list: {unused}"] if unused else []
+    if lacks_list or num_without_caption:
+        missing = "the lists 'images' and 'annotations'" if lacks_list else "annotations with 'caption'"
+        raise SourceError(f"{where}: a JSON object without {missing}; expected COCO's captions, or a list of rows.")
+    scan.notes.append(f"COCO: {num_images} images, {num_captions} captions")
+    if num_unused:
+        scan.notes.append(f"COCO: captions that name no image of the list: {num_unused}")
     cells = [f"to_json({name}) AS {name}" for name in ("file_name", "caption", "height", "width")]
     position = "row_number() OVER (ORDER BY images.place, annotations.place) - 1"
     joined = "images LEFT JOIN annotations ON id = image_id"
@@ -249,8 +250,10 @@ def described_images(layout: TextLayout, table: str, settings: SourceSection) ->
     """
     with_labels = settings.model_copy(update={"labels": "auto"})  # it names the images although labels are not read
     roles, _ = choose_columns(layout.columns, with_labels, table, ())
-    place = layout.columns.index(roles.images[0]) if roles.captions or roles.labels else MAX_COLUMNS
-    return [row[place].strip() for row in layout.first_rows() if len(row) > place]
+    if not (roles.captions or roles.labels):
+        return []
+    column = layout.columns.index(roles.images[0])
+    return [row[column].strip() for row in layout.first_rows() if len(row) > column]
 
 
 def _load_text(
@@ -265,7 +268,8 @@ def _load_text(
     quoting, note = choose_quoting(
         path, layout.delimiter, len(layout.columns), layout.columns.index(roles.images[0]), layout.newline
     )
-    scan.notes += [f"'{table}': {note}"] if note else []
+    if note:
+        scan.notes.append(f"'{table}': {note}")
     broken: list[TextRow] = []
     with open(path, "rb") as file:
         rows = split_rows(file, layout.delimiter, quoting, len(layout.columns), layout.newline)

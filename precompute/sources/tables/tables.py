@@ -77,8 +77,9 @@ def find_table(files: SourceFiles, settings: SourceSection) -> str | None:
     if files.only is not None:
         is_table = is_text_table(files.only) or files.only.endswith((".jsonl", ".json", ".parquet"))
         return files.only if is_table else None
-    if known := next((name for name in (*METADATA, PIXART, PIXART_TABLE) if files.look(name)), None):
-        return known
+    for name in (*METADATA, PIXART, PIXART_TABLE):
+        if files.look(name):
+            return name
     lists = coco_names(files)
     if lists and settings.split not in ("", ALL):
         lists = shards_of_split(files.name, lists, settings.split)
@@ -161,9 +162,11 @@ def find_folder(files: SourceFiles, names: Sequence[str], first: str = "", *, se
       searched: the folders directly in the source are tried too.
     """
     inside = (os.path.normpath(name.removeprefix(_prefix(files))) for name in names[:LOOKED_NAMES])
-    paths, folders = [path for path in inside if not leaves_source(path)], [first]
-    with contextlib.suppress(SourceError):  # it cannot be listed
-        folders += islice(files.folders(), MAX_FOLDERS) if searched else ()
+    paths = [path for path in inside if not leaves_source(path)]
+    folders = [first]
+    if searched:
+        with contextlib.suppress(SourceError):  # it cannot be listed
+            folders += islice(files.folders(), MAX_FOLDERS)
     for folder in folders:
         looked = (files.look(f"{folder}/{path}" if folder else path) for path in paths)
         if any(file and not file.problem for file in looked):
@@ -173,16 +176,20 @@ def find_folder(files: SourceFiles, names: Sequence[str], first: str = "", *, se
 
 def _prefix(files: SourceFiles) -> str:
     """Beginning of absolute names of images that are in the source; keys lack it."""
-    is_local = isinstance(files, LocalFiles)
-    return f"{os.path.abspath(files.root) if is_local else files.name.removesuffix(files.only or '').rstrip('/')}/"
+    if isinstance(files, LocalFiles):
+        return f"{os.path.abspath(files.root)}/"
+    return f"{files.name.removesuffix(files.only or '').rstrip('/')}/"
 
 
 def _folder(images: SourceFiles, table: str, names: list[str], scan: Scan, companion: str) -> str:
     """Folder of the images of a column; adds a note if it was searched, or if there are none."""
-    root, first = scan.settings.root, ""
-    if root and root_elsewhere(images, root) is None:
+    root = scan.settings.root
+    first = ""
+    if table == PIXART_TABLE:
+        first = PIXART_IMAGES
+    elif root and root_elsewhere(images, root) is None:
         first = os.path.normpath(os.path.expanduser(root)).removeprefix("./")
-    first = PIXART_IMAGES if table == PIXART_TABLE else "" if first == "." else first
+        first = "" if first == "." else first
     folder = find_folder(images, names, first, searched=not (root or first))
     about = f"companion '{companion}': images" if companion else "images"
     if folder is None and names:
