@@ -18,7 +18,7 @@ import pyarrow.compute
 from ..datasets.arrays.shard_file import ShardFile
 from ..datasets.disk.files import write_atomic
 from ..datasets.disk.hashing import xxh3_parts
-from ..datasets.errors import DamageError, LeanditError, RecordRejected
+from ..datasets.errors import DamageError, LeanditError, RecordRejected, ResourceError
 from ..datasets.format.layout import Part, is_image_task
 from ..datasets.format.token_dtypes import StoredTokens, widen, widen_latents
 from ..datasets.format.zarr_shard import pack_shard
@@ -56,6 +56,8 @@ def repair(
         newest = read_spec(root, sealed_revisions(root)[-1])
         try:
             plan = read_plan(root, revision)
+        except ResourceError:
+            raise
         except LeanditError:
             continue  # both copies of a table are damaged
         if plan.spec.fingerprint != newest.fingerprint and not is_extension(plan.spec, newest):

@@ -103,6 +103,8 @@ def _made_before(base: Manifest, spec: StoreSpec, out: Path) -> Manifest:
     """Manifest of an existing store, which must be the compaction of ``base``. Raises: StoreError."""
     try:
         manifest = read_manifest(out, sealed_revisions(out)[-1])
+    except ResourceError:
+        raise
     except (LeanditError, OSError, IndexError):
         manifest = None
     is_same = manifest and manifest.copies and manifest.base == base.root_hash

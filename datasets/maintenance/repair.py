@@ -13,7 +13,7 @@ from pathlib import Path
 from ..disk.files import remove, write_atomic
 from ..disk.hashing import xxh3_file
 from ..disk.strays import seconds_since_write, sweep_strays
-from ..errors import LeanditError, StoreError
+from ..errors import LeanditError, ResourceError, StoreError
 from ..format.layout import COMMITS, INDEX, LEASES, TWIN, revision_prefix
 from ..format.schema import FileEntry, Manifest
 from ..revisions.catalog import planned_revisions, sealed_revisions
@@ -57,8 +57,12 @@ def repair_without_encoding(root: Path, found: Verification) -> Verification:
         finish_seal(root, manifest)
         index = revision_prefix(manifest.revision) + INDEX
         if any(finding.path.startswith(f"{index}/") for finding in found.findings):
-            with contextlib.suppress(LeanditError):  # both copies of a table are lost: the finding says so
+            try:
                 write_index(root, manifest)
+            except ResourceError:
+                raise
+            except LeanditError:
+                pass  # both copies of a table are lost: the finding says so
     if manifests and manifests[-1]:
         write_zarr_files(root, manifests[-1])
     return verify_store(root)
@@ -127,5 +131,7 @@ def _repair_unfinished(root: Path, revision: int, found: Verification) -> None:
         writer = StoreWriter(root, read_plan(root, revision))
         if not writer.missing_tasks() and (writer.num_stored or writer.plan.before):
             writer.seal()
+    except ResourceError:
+        raise
     except LeanditError:
         return  # the plan is damaged, or a record of it: the finding says what to do

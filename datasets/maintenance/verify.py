@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from ..disk.files import TEMPORARY_PREFIX
 from ..disk.hashing import canonical_json, xxh3_file
-from ..errors import LeanditError
+from ..errors import LeanditError, ResourceError
 from ..format.layout import (
     CAPTIONS,
     COMMITS,
@@ -233,6 +233,8 @@ def _expect_unfinished(root: Path, revision: int, expected: Expected) -> None:
     expected |= dict.fromkeys(f"{prefix}{PLAN}/{name}" for name in (PLAN_FILE, RECORDS, CAPTIONS))
     try:
         plan = read_plan(root, revision)
+    except ResourceError:  # says nothing about the plan
+        raise
     except (LeanditError, OSError) as error:
         expected[f"{prefix}{PLAN}/{PLAN_FILE}"] = Finding(f"{prefix}{PLAN}/{PLAN_FILE}", "content", str(error))
         return

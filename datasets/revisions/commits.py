@@ -6,7 +6,6 @@ right size. The results of its rows lie beside it, as fixed-size binary rows.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,13 +78,19 @@ def hash_of_damaged_plan(root: Path, revision: int) -> str:
 
     Returns: the hash that ``plan.json`` or a commit record names; "" if no intact file does, so no shard is known to be
       encoded by it.
+    Raises: ResourceError: the disk or this machine failed at one of these files, which may be intact.
     """
-    folder = root / revision_prefix(revision)
-    with contextlib.suppress(LeanditError, OSError):
-        return read_hashed(root, f"{revision_prefix(revision)}{PLAN}/{PLAN_FILE}", PlanFile, "").plan
-    for path in sorted((folder / COMMITS).rglob("*.json")):
-        with contextlib.suppress(LeanditError, OSError):
-            return read_hashed(root, path.relative_to(root).as_posix(), CommitRecord, "").plan
+    prefix = revision_prefix(revision)
+    kinds: dict[str, type[PlanFile | CommitRecord]] = {f"{prefix}{PLAN}/{PLAN_FILE}": PlanFile}
+    for path in sorted((root / prefix / COMMITS).rglob("*.json")):
+        kinds[path.relative_to(root).as_posix()] = CommitRecord
+    for name, kind in kinds.items():
+        try:
+            return read_hashed(root, name, kind, "").plan
+        except ResourceError:
+            raise
+        except (LeanditError, OSError):
+            continue
     return ""
 
 

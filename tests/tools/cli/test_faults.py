@@ -17,6 +17,8 @@ from stores import copy_of
 
 from leandit.datasets.disk import files
 from leandit.datasets.disk.files import Failpoint
+from leandit.datasets.errors import ResourceError
+from leandit.datasets.revisions.commits import hash_of_damaged_plan
 from leandit.datasets.store import LatentStore
 
 OPENERS = [(builtins, "open"), (io, "open"), (os, "open"), (os, "pread"), (os, "preadv"), (pa, "OSFile")]
@@ -76,3 +78,26 @@ def test_a_fault_while_a_store_is_written_ends_with_5_and_the_path(
     assert ended.code == 5, ended
     assert "@out/" in ended.err or f"{tmp_path}/out" in ended.err
     assert "Input/output error" in ended.err
+
+
+@pytest.mark.parametrize("number", FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize("repair", [False, True])
+def test_a_fault_of_the_plan_is_no_damage(
+    unsealed_store: Path, leandit: Leandit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, repair: bool
+) -> None:
+    store = copy_of(unsealed_store, tmp_path / "store")
+    break_reading(monkeypatch, "plan/plan.json", number)
+    ended = leandit("verify", store, *(["--repair"] if repair else []))
+    assert ended.code == 5, ended
+    assert "plan/plan.json" in ended.err
+
+
+def test_a_fault_of_a_commit_record_does_not_give_up_the_shards_of_a_damaged_plan(
+    unsealed_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = copy_of(unsealed_store, tmp_path / "store")
+    (store / "revisions/000001/plan/plan.json").write_bytes(b"{}")
+    assert hash_of_damaged_plan(store, 1)
+    break_reading(monkeypatch, ".json", errno.EIO)
+    with pytest.raises(ResourceError, match="Input/output error"):
+        hash_of_damaged_plan(store, 1)
