@@ -37,6 +37,7 @@ NO_EFFECT: list[tuple[str, str, str, str]] = [  # command, recipe, override, wha
     ("train", LABELS, "routing.stop_step=100", "routing.kind"),
     ("train", LABELS, "objective.dispersive_block=3", "objective.dispersive_weight"),
     ("train", LABELS, "objective.dispersive_temperature=0.5", "objective.dispersive_weight"),
+    ("train", LABELS, "routing.path_drop=0.1", "sprint"),
     ("train", CAPTIONS, "optimizer.eps=1e-6", "came"),
     ("train", LABELS, "optimizer.momentum=0.9", "muon"),
     ("train", LABELS, "optimizer.decay_all=false", "weight_decay"),

@@ -51,14 +51,22 @@ class Routing(Technique):
     """Tokens that skip blocks."""
 
     key = "routing"
-    conditions = tuple(
+    conditions = (
+        *(
+            Condition(
+                f"routing.{key}",
+                lambda _, section: section.kind != "none",
+                'routing.kind "tread" or "sprint"',
+                switches=("routing.kind",),
+            )
+            for key in ("share", "first_block", "last_block", "stop_step")
+        ),
         Condition(
-            f"routing.{key}",
-            lambda _, section: section.kind != "none",
-            'routing.kind "tread" or "sprint"',
+            "routing.path_drop",
+            lambda _, section: section.kind == "sprint",
+            'routing.kind = "sprint"',
             switches=("routing.kind",),
-        )
-        for key in ("share", "first_block", "last_block", "stop_step")
+        ),
     )
 
     def __init__(self, recipe: Any) -> None:
