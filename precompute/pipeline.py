@@ -242,7 +242,8 @@ class Stage1:
                 "recipe or the options have changed since, or another revision of them was meant. Nothing was changed. "
                 f"Restore them and run the same command again; to give up what is encoded of it, {remove}."
             )
-        self.say(f"store '{self.root}': the damaged plan of revision {revision} was made again; its shards are kept.")
+        shards = "its shards are kept" if expected_hash else "no intact record names a shard of it, so all are encoded"
+        self.say(f"store '{self.root}': the damaged plan of revision {revision} was made again; {shards}.")
         return freeze_plan(self.root, plan, replace=True)
 
     def planner(self, source: Source, spec: StoreSpec) -> Planner:
