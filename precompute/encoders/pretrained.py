@@ -18,7 +18,7 @@ _Output = TypeVar("_Output")
 
 NUM_PROBES = 2
 PROBE_BLOCKS = 16  # of each side
-PROBED = "a black image and for one of coloured blocks"
+PROBED = "a black image and for one of colored blocks"
 
 # Of each logger, what begins a note about unused weights or keys, which published models have.
 NOISE = {

@@ -261,7 +261,9 @@ class DecoderProcess:
     """A lazily started child and its socket; used by one thread at a time, killed if it does not answer."""
 
     def __init__(self, module: str, timeout_seconds: float, memory_mib: int) -> None:
-        self._module, self._timeout_seconds, self._memory_mib = module, timeout_seconds, memory_mib
+        self._module = module
+        self._timeout_seconds = timeout_seconds
+        self._memory_mib = memory_mib
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
@@ -275,7 +277,8 @@ class DecoderProcess:
         """
         if self._process is not None and self._process.poll() is not None:
             self.stop()  # killed from outside while idle
-        answered, is_reading = False, data is None and "places" not in job
+        answered = False
+        is_reading = data is None and "places" not in job
         try:
             connection = self._connection or self._start()
             connection.send_bytes(json.dumps({**job, "is_sent": data is not None}).encode())

@@ -1,6 +1,6 @@
 """Faults of a disk, a network folder or this machine while a source is read: retried, and never a reject.
 
-An image is rejected for what its file holds. A store that depended on the weather could not be made again.
+An image is rejected only for what its file holds: otherwise the same source would not give the same store again.
 """
 
 from __future__ import annotations

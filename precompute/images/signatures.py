@@ -19,7 +19,12 @@ READ = (  # first bytes, and the name that Pillow has for the format
     (b"MM\0*", "TIFF"),
     (b"II+\0", "TIFF"),  # BigTIFF
     (b"MM\0+", "TIFF"),
-    *((b"P" + digit, "PPM") for digit in (b"1", b"2", b"3", b"4", b"5", b"6")),
+    (b"P1", "PPM"),
+    (b"P2", "PPM"),
+    (b"P3", "PPM"),
+    (b"P4", "PPM"),
+    (b"P5", "PPM"),
+    (b"P6", "PPM"),
     (b"Pf", "PPM"),
     (b"PyP", "PPM"),
     (b"PyRGBA", "PPM"),

@@ -250,7 +250,8 @@ def _names(files: SourceFiles, name: str, listed: Any, expected: str) -> list[st
 
 
 def _json(files: SourceFiles, name: str) -> dict[str, Any]:
-    file, state = files.look(name), None
+    file = files.look(name)
+    state = None
     if file is None:
         raise SourceError(f"source '{files.shown(name)}': the file is missing. Save the dataset again.")
     if not file.problem and file.num_bytes <= MAX_STATE_BYTES:
@@ -421,7 +422,8 @@ def _split_texts(splits: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray:
 def _with_labels(rows: pa.RecordBatch, labels: Labels) -> pa.RecordBatch:
     """Records of SCHEMA of rows that have their labels as text; names become numbers once all are known."""
     texts = rows["label"].to_pylist()
-    is_number, problems = rows["label_is_number"].to_pylist(), rows["label_problem"].to_pylist()
+    is_number = rows["label_is_number"].to_pylist()
+    problems = rows["label_problem"].to_pylist()
     columns = {name: rows[name] for name in SCHEMA.names if name != "label"}
     numbers = np.full(len(texts), -1, np.int32)
     for row, text in enumerate(texts):
@@ -439,10 +441,12 @@ def _with_labels(rows: pa.RecordBatch, labels: Labels) -> pa.RecordBatch:
 
 def _numbered(file: ParquetRows | ArrowRows, names: list[str]) -> Iterator[pa.Table]:
     """Some columns of a file in parts, and POSITION; without any, nothing of the file has to be read."""
-    total, start = int(file.starts[-1]), 0
+    total = int(file.starts[-1])
     empty = (pa.table({"nothing": pa.nulls(min(BATCH_ROWS, total - i))}) for i in range(0, total, BATCH_ROWS))
+    start = 0
     for rows in file.rows(names) if names else empty:
-        positions = pa.array(np.arange(start, start := start + rows.num_rows))
+        positions = pa.array(np.arange(start, start + rows.num_rows))
+        start += rows.num_rows
         yield pa.table([positions, *rows.columns], [POSITION.strip('"'), *rows.schema.names])
 
 

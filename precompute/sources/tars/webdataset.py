@@ -20,7 +20,8 @@ from .members import TarMember, tar_members
 from .samples import Dot, Part, Sample, choose_dot, choose_image, find_field, group_parts, may_be_part
 
 MAX_NAME = 4096  # as long as a path can be
-MAX_COUNTED_FIELDS, MAX_SHOWN_FIELDS = 1000, 10  # of images
+MAX_COUNTED_FIELDS = 1000  # of images
+MAX_SHOWN_FIELDS = 10
 TEXT_FIELDS = ("cls", "caption", "txt", "json")
 
 

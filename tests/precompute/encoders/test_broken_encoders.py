@@ -57,7 +57,7 @@ def multiply(factor: float, *names: str) -> Callable[[Tensors], None]:
 DAMAGES: dict[str, tuple[Callable[[Tensors], None], str]] = {
     "NaN": (multiply(float("nan"), "encoder.conv_in"), "it gives NaN or infinity for a black image and for one of"),
     "overflow": (multiply(1e38, "encoder.conv_in.weight"), "it gives NaN or infinity for a black image and for one of"),
-    "zeros": (multiply(0, "encoder."), "it gives the same for a black image and for one of coloured blocks"),
+    "zeros": (multiply(0, "encoder."), "it gives the same for a black image and for one of colored blocks"),
 }
 
 
