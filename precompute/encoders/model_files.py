@@ -113,8 +113,13 @@ def resolve_model(
 
 
 def model_folder(folder: Path, subfolder: str) -> Path:
-    """Folder of the model: the folder itself if it is the model, else its subfolder."""
-    return folder if (folder / CONFIG).is_file() else folder / subfolder
+    """Folder of a model: the subfolder if there is one; else the folder itself if it is a model.
+
+    So a recipe that names a subfolder of a pipeline also takes the folder of the encoder alone.
+    """
+    inside = folder / subfolder
+    is_alone = not inside.is_dir() and (folder / CONFIG).is_file()
+    return folder if is_alone else inside
 
 
 def revision_notes(recipe: PrecomputeRecipe) -> list[str]:

@@ -301,6 +301,8 @@ def list_source(
     names = read_class_names(settings.class_names) if settings.class_names else None  # before the long listing
     batches = _batches(files, opened.files, table, scan)
     records = spool(batches, progress)
+    if not records and table:
+        raise SourceError(f"source '{files.name}': the table '{table}' has no rows that name an image.")
     if not records:
         raise SourceError(
             f"source '{files.name}': no images found as {kind}. Expected: class folders of images, *.tar shards, "

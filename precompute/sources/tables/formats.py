@@ -111,12 +111,25 @@ def _json_cells(
         f"SELECT json_keys(json) FROM read_json_objects(?, {limits}) WHERE json_type(json) = 'OBJECT' LIMIT 1", [path]
     ).fetchone()
     if first is None:
-        raise SourceError(f"{where}: it has no JSON object. Expected some with 'file_name' (or 'path') as text.")
+        raise SourceError(
+            f"{where}: it has no JSON object. Expected some with 'file_name' (or 'path') as text"
+            f"{_advice_for_lines(files, table) if form != 'array' else '.'}"
+        )
     roles = _choose(first[0], files, table, scan, may_vary=True)
     kinds = ", ".join(f"{literal(name)}: 'JSON'" for name in roles.names)
     cells = [f"nullif({name}::VARCHAR, 'null')::JSON AS {name}" for name in map(identifier, roles.names)]
     source = f"read_json({literal(path)}, {limits}, columns = {{{kinds}}})"
     return f"SELECT row_number() OVER () - 1 AS {POSITION}, {', '.join(cells)} FROM {source}", roles
+
+
+def _advice_for_lines(files: SourceFiles, table: str) -> str:
+    """The end of a message on a .jsonl without an object in any line: what it seems to be."""
+    letters = _letters(files, table).lstrip()
+    if "\0" in letters or letters.startswith("\ufffd"):
+        return " in UTF-8, one a line; this is UTF-16 or no text. Convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW"
+    if letters.startswith("["):
+        return ", one a line; this is a list. Rename it to .json, and pass its path as the source."
+    return ", one a line." if letters else "; it is empty."
 
 
 def _letters(files: SourceFiles, table: str, *, from_end: bool = False) -> str:

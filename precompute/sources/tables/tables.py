@@ -103,9 +103,10 @@ def find_caption_table(files: SourceFiles, settings: SourceSection, notes: list[
     names = sorted(name for name in files.names() if name.lower().endswith(LISTS))
     tables = [name for name in names[:MAX_LISTS] if _names_images(files, name, settings, notes)]
     if len(tables) > 1:
+        likely = next((name for name in tables if "train" in name.lower()), tables[0])
         raise SourceError(
             f"source '{files.name}': several tables name its images: {', '.join(tables)}. Pass the one to use, such as "
-            f"--source '{files.name}/{tables[0]}'."
+            f"--source '{files.name}/{likely}'."
         )
     return next(iter(tables), None)
 

@@ -201,6 +201,18 @@ def test_a_scale_that_the_config_leaves_out_is_taken_from_the_class_only_where_i
             image_encoder(folder)
 
 
+def test_a_named_subfolder_counts_before_the_folder_if_both_hold_a_model(save: Save) -> None:
+    vae = save("kl", latent_channels=4)
+    shutil.copytree(vae, vae / "other")
+    config_with(scaling_factor=0.5)(vae / "other")
+    scales = {}
+    for subfolder in ("", "other", "missing"):  # a recipe for a pipeline also takes the folder of the VAE alone
+        encoder, section = image_encoder(vae, subfolder=subfolder)
+        scales[subfolder] = encoder.latent_spec(section, "float16").scale[0]
+    assert scales["other"] == 0.5
+    assert scales[""] == scales["missing"] != 0.5
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [

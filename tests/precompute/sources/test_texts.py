@@ -311,3 +311,21 @@ def test_a_file_of_class_names_has_one_in_each_line(tmp_path: Path) -> None:
     encode(label_recipe(f"source.class_names={tmp_path / 'names.txt'}"), tmp_path / "source", tmp_path / "store")
     names = LatentStore(tmp_path / "store").class_names
     assert [names.describe(label) for label in (0, 1)] == ["a cat\u2028of the house (n000)", "a dog\x0cor two (n001)"]
+
+
+ROW = '{"file_name": "0.jpg", "text": "a boat"}'
+NO_ROWS: dict[str, tuple[str, bytes, str]] = {
+    "only a header": ("metadata.csv", b"file_name,text\n", r"'metadata\.csv' has no rows"),
+    "nothing": ("metadata.jsonl", b"", "it is empty"),
+    "a list": ("metadata.jsonl", f"[{ROW}]".encode(), r"this is a list\. Rename it to \.json"),
+    "UTF-16": ("metadata.jsonl", ROW.encode("utf-16"), "iconv -f UTF-16"),
+    "UTF-16 without a mark": ("metadata.jsonl", ROW.encode("utf-16-le"), "iconv -f UTF-16"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "words"), NO_ROWS.values(), ids=NO_ROWS)
+def test_a_table_without_rows_is_an_error_that_says_why(name: str, content: bytes, words: str, tmp_path: Path) -> None:
+    source = beside(tmp_path / "source", [{}])
+    write_file(source / name, content)
+    with pytest.raises(SourceError, match=words):
+        encode(caption_recipe(), source, tmp_path / "store")
