@@ -55,9 +55,13 @@ class ImagesBeside:
             self._further.add(column, path)
         return bool(column)
 
-    def is_folder_of_others(self, folder: str) -> bool:
-        """Whether the images directly in a folder belong to those of another."""
-        return bool(self._is_of_others(folder))
+    def holds_only_images_of_others(self, folder: str) -> bool:
+        """Whether a folder directly in the source has images, at any depth, and all belong to others by its name."""
+        if not self._may_hold_images_of_others(folder):
+            return False
+        paths = (f"{folder}/{file.path}" for file in self._files.inside(folder).walk() if is_image(file.path))
+        columns = {self._column(path) for path in paths}
+        return bool(columns) and "" not in columns
 
     def companions_of(self, path: str) -> tuple[tuple[Place, ...], tuple[str, str] | None]:
         """The places of an image's companions in the order of the recipe, and why one is missing."""
@@ -110,9 +114,8 @@ class ImagesBeside:
     def _folder_belongs_to_images(self, folder: str) -> str:
         """The part of a folder's path that is that of masks or the like, if its images have the names of others."""
         parts = folder.split("/") if folder else []
-        asked = set(self._companions.values())
         for i in reversed(range(len(parts))):
-            if not (MASKS.fullmatch(parts[i]) or parts[i] in asked):
+            if not self._may_hold_images_of_others(parts[i]):
                 continue
             stems = self._names_without_endings(folder).keys()
             partners = [[*parts[:i], *parts[i + 1 :]]]
@@ -122,6 +125,10 @@ class ImagesBeside:
                 if stems and len(same) >= MIN_SHARE * len(stems):
                     return parts[i]
         return ""
+
+    def _may_hold_images_of_others(self, name: str) -> bool:
+        """Whether a folder is called like masks and the like, or like the column of a companion."""
+        return bool(MASKS.fullmatch(name)) or name in self._companions.values()
 
     def _image_folders(self, folder: str) -> list[str]:
         return [name for name in self._files.folders_in(folder) if name.lower() in IMAGE_FOLDERS]

@@ -90,8 +90,10 @@ def image_folder(files: SourceFiles, scan: Scan) -> Iterator[SourceRecord]:
     beside = ImagesBeside(files, scan.companions, FurtherImages())  # counts nothing yet
     has_classes = labels == "auto" and any("/" in file.path for file in _images(files, beside))
     has_wnids = labels == "wnid" or (labels == "auto" and not has_classes and _guess_wnids(files, beside, scan))
-    classes = [name for name in files.folders() if not beside.is_folder_of_others(name)] if has_classes else []
-    if has_wnids:
+    classes: list[str] = []
+    if has_classes:
+        classes = [name for name in files.folders() if not beside.holds_only_images_of_others(name)]
+    elif has_wnids:
         classes = sorted({_wnid(file.path) for file in _images(files, beside)} - {""})
     for name in classes:
         scan.label(name)

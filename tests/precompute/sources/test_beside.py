@@ -215,6 +215,29 @@ def test_masks_in_a_tar_are_fields(tmp_path: Path) -> None:
     assert len(listed(tmp_path, {"mask": "masklabel.png"}).records[0].companions) == 1
 
 
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    {
+        "masks of each class": (
+            ("cat/a.jpg", "dog/b.jpg", "masks/cat/a.png", "masks/dog/b.png", "zebra/c.jpg"),
+            {"cat/a.jpg": "cat", "dog/b.jpg": "dog", "zebra/c.jpg": "zebra"},
+        ),
+        "masks of images": (
+            ("images/x/a.jpg", "masks/x/a.png"),
+            {"images/x/a.jpg": "images"},
+        ),
+        "a class that is called so": (
+            ("cat/a.jpg", "mask/cat/x.jpg", "mask/y.jpg"),
+            {"cat/a.jpg": "cat", "mask/cat/x.jpg": "mask", "mask/y.jpg": "mask"},
+        ),
+    }.values(),
+)
+def test_a_folder_of_masks_is_no_class(names: tuple[str, ...], expected: dict[str, str], tmp_path: Path) -> None:
+    source = listed(fill(tmp_path, images(*names)))
+    assert source.classes == sorted(set(expected.values()))
+    assert {r.key: source.classes[r.label] for r in source.records} == expected
+
+
 @pytest.mark.parametrize("column", ["mask", "Mask", "image mask", "conditioning_image"])
 def test_the_options_that_are_offered_for_a_column_of_a_table_store_it(column: str, tmp_path: Path) -> None:
     root = fill(tmp_path, images("a.jpg", "x/a.png"))
