@@ -112,7 +112,8 @@ def start_or_resume(run: Run, folder: Path, warn: Callable[[str], None]) -> None
         run.engine.load(group, groups.get(group, {}))
     if progress.loss_scale and run.engine.loss_scale:
         run.engine.loss_scale.load_state_dict(progress.loss_scale)
-    run.extra["base_knows_null"] |= progress.knows_null
+    if run.recipe.conditioning.drop == 0:  # else the run learns it anyway
+        run.extra["base_knows_null"] |= progress.knows_null
     run.step = progress.step
     run.num_images = progress.num_images
     run.num_nonfinite = progress.num_nonfinite

@@ -23,9 +23,10 @@ from safetensors.torch import load as tensors_of
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ...datasets.disk.faults import named_faults
 from ...datasets.disk.files import drop_cached, move, remove, write_folder
 from ...datasets.disk.hashing import canonical_json, read_json, sha256_of, xxh3_file, xxh3_parts
-from ...datasets.errors import DamageError, RunError
+from ...datasets.errors import DamageError, ResourceError, RunError
 from .folders import AVERAGE as AVERAGE
 from .folders import CHECKPOINT, STATE, steps
 from .folders import SNAPSHOT as SNAPSHOT
@@ -256,13 +257,17 @@ def _check_files(path: Path, files: Mapping[str, FileHash]) -> None:
 
 @contextlib.contextmanager
 def _bad_disk_is_damage(path: Path, name: str) -> Iterator[None]:
-    """Turn read errors of the disk into damage; errors of permissions or of a network are not the file's."""
+    """Turn a bad sector into damage, so that a run resumes from an older checkpoint; other faults are not the file's.
+
+    Raises: CheckpointDamage; ResourceError: a network folder or this machine failed.
+    """
     try:
-        yield
-    except OSError as error:
-        if error.errno != errno.EIO:
+        with named_faults(path / name):
+            yield
+    except ResourceError as error:
+        if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EIO:
             raise
-        raise CheckpointDamage(path, f"'{name}' cannot be read ({error.strerror})") from error
+        raise CheckpointDamage(path, f"'{name}' cannot be read ({error.__cause__.strerror})") from error
 
 
 def _kind(path: Path) -> str:

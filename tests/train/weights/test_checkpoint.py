@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
 import random
 import shutil
@@ -310,6 +312,29 @@ def test_the_newest_valid_one_is_resumed(
     assert "\n" not in line
     assert tree_digest(run / "damaged-checkpoint-2") == harmed
     assert saved_bytes(run, 4) == saved_bytes(whole, 4)
+
+
+@pytest.mark.parametrize("name", ["state.json", "model.safetensors"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_bad_sector_is_damage_and_a_network_folder_that_fails_is_not(
+    name: str, number: int, run: Path, caption_store: LatentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Path.read_bytes
+
+    def read_or_fail(path: Path) -> bytes:
+        if path == run / "checkpoint-2" / name:
+            raise OSError(number, os.strerror(number), str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_or_fail)
+    if number == errno.EIO:
+        said: list[str] = []
+        assert go(caption_store, run, 4, said=said).first_step == 2
+        assert "DAMAGED CHECKPOINT 'checkpoint-2'" in said[0]
+        return
+    with pytest.raises(ResourceError, match=os.strerror(number)):
+        go(caption_store, run, 4)
+    assert (run / "checkpoint-2").is_dir()
 
 
 @pytest.mark.parametrize("every", [pytest.param(3, id="sample"), pytest.param(1, id="all", marks=pytest.mark.slow)])
