@@ -25,7 +25,7 @@ from ..config import PrecomputeRecipe
 from ..encoders.text.tokenizer import CaptionTokenizer
 from ..images.decoders import Decoders
 from ..run.clock import REJECTED, Progress
-from ..run.rejects import RejectLimits, count_reasons
+from ..run.rejects import HINTS, RejectLimits, count_reasons
 from ..sources.listing.listing import Listing
 from ..sources.source import Source
 from .captions import CaptionCounts, plan_captions
@@ -174,7 +174,8 @@ class Planner:
         fresh, first = comparison.fresh, images.slice(0, 1).to_pylist()[0]
         return SourceError(
             f"source '{self.source.name}': all {len(fresh)} records are rejected; the first is '{fresh[0].key}': "
-            f"{RecordRejected(first['stage'], first['reason'], first['detail'])}. Nothing was written."
+            f"{RecordRejected(first['stage'], first['reason'], first['detail'])}. Nothing was written. "
+            f"{HINTS.get(first['reason'], '')}".rstrip()
         )
 
     def plan(self, comparison: Comparison, base: FrozenPlan | None, images: pa.Table | None = None) -> FrozenPlan:

@@ -23,8 +23,8 @@ pc: Any = pyarrow.compute  # its functions are made at run time, no type checker
 SMALL_NUMBER = 10  # rejects that are always allowed, unless they are more than half: one of twenty is 5 %
 HINTS = {
     "no_caption": "Captions are read from tables that name the images (metadata.jsonl, CSV, Parquet; --set "
-    "source.caption=COLUMN), and from .txt files of the same names. To store images without a caption, add --set "
-    "source.missing_caption=null.",
+    "source.caption=COLUMN), from .txt files of the same names, and from fields of .json. To store images without a "
+    "caption, add --set source.missing_caption=null.",
     "nonfinite": "The encoder gives NaN or infinity in float32 too, or store.dtype cannot hold its output: check "
     "vae.model, the models of the features and store.dtype rather than the images.",
     "source_changed": "Files of the source were cut short, replaced or rewritten after the plan was made "

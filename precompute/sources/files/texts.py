@@ -42,6 +42,7 @@ class TextReader:
         self._num_single = 0  # files of a single line
         self._fields: Counter[str] = Counter()  # of .json, by the number of images that have one
         self._num_images = 0
+        self._num_uncaptioned = 0  # images without a caption, although they have a .json
         self._num_named: Counter[str] = Counter()  # images that have the field that a key of the recipe names
 
     def read(self, texts: Mapping[str, bytes]) -> tuple[int, tuple[str, ...]]:
@@ -57,6 +58,7 @@ class TextReader:
         self._num_images += 1
         row, problem = self._row(texts)
         captions = self._captions(row, texts)
+        self._num_uncaptioned += 1 if row and not captions else 0
         if problem and (captions is None or self._labels.is_required):
             raise problem
         if problem and self._labels.is_read:
@@ -142,16 +144,23 @@ class TextReader:
         for key in ("caption", "label"):
             name = getattr(self._settings, key)
             if name and not self._num_named[key]:
-                fields = [repr(field[:40]) for field, _ in self._fields.most_common(MAX_FIELDS)]
-                has = f"The fields of its .json are {', '.join(fields)}." if fields else "It has no .json."
+                has = f"The fields of its .json are {self._shown_fields()}." if self._fields else "It has no .json."
                 raise SourceError(
                     f"source '{where}': source.{key} '{name}': no image has a .json with this field, nor a text with "
                     f"this extension. {has} Correct the name, or leave the key out."
                 )
 
+    def _shown_fields(self) -> str:
+        return ", ".join(repr(field[:40]) for field, _ in self._fields.most_common(MAX_FIELDS))
+
     def notes(self) -> list[str]:
-        """How files of text were read, and which images lack a named field."""
+        """How files of text were read, and which images lack a named field or any caption."""
         notes = []
+        if self._num_uncaptioned and not self._settings.caption and not self._labels.is_required:
+            notes.append(
+                f"captions: {plural(self._num_uncaptioned, 'image')} without one, whose .json has other fields: "
+                f"{self._shown_fields()}. Name that of captions with --set source.caption=FIELD"
+            )
         if self._num_whole or self._num_lines:
             notes.append(
                 f"captions: {plural(self._num_whole, 'text file')} of several lines read as one caption, "

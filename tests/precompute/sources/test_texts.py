@@ -329,3 +329,16 @@ def test_a_table_without_rows_is_an_error_that_says_why(name: str, content: byte
     write_file(source / name, content)
     with pytest.raises(SourceError, match=words):
         encode(caption_recipe(), source, tmp_path / "store")
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_captions_under_other_names_are_offered(write: Callable[..., Path], tmp_path: Path) -> None:
+    images = [{"json": json.dumps({"re_caption": f"a boat {i}", "url": "x"}).encode()} for i in range(2)]
+    source = write(tmp_path / "source", [*images, {"txt": b"a sea"}])
+    report = encode(caption_recipe("source.max_reject_share=1"), source, tmp_path / "store")
+    assert report.source
+    (note,) = [note for note in report.source.notes if note.startswith("captions: 2 images without one")]
+    assert "'re_caption', 'url'" in note
+    only = write(tmp_path / "only", images)
+    with pytest.raises(SourceError, match=r"all 2 records are rejected.*--set source\.caption="):
+        encode(caption_recipe("source.max_reject_share=1"), only, tmp_path / "none")
