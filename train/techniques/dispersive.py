@@ -53,7 +53,7 @@ class Dispersive(Technique):
             f"objective.{key}",
             lambda _, objective: objective.dispersive_weight > 0,
             "objective.dispersive_weight above 0",
-            switches=("objective.dispersive_weight",),
+            is_refused=False,
         )
         for key in ("dispersive_block", "dispersive_temperature")
     )
