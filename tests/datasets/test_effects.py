@@ -151,7 +151,7 @@ conditioning.kind texts drop
 latent.normalise
 align.NAME.stop_step block weight class_weight projector spatial_norm
 self_align.weight
-routing.kind path_drop
+routing.kind
 optimizer.name lr lr_base_batch weight_decay
 schedule.kind warmup_steps
 ema.kind
