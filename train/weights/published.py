@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as safetensors_of
 from torch import Tensor
 
+from ...datasets.disk.faults import named_faults
 from ...datasets.errors import DamageError, RunError
 from ..models.dit import size_of
 from ..models.layers import position_table
@@ -111,10 +112,11 @@ def _read_pickle(path: Path) -> Any:
 def read_safetensors(path: Path) -> dict[str, Tensor]:
     """Tensors of a safetensors file, on the CPU.
 
-    Raises: DamageError: it is not one.
+    Raises: DamageError: it is not one; ResourceError: the disk or this machine failed.
     """
     try:
-        return load_file(path)
+        with named_faults(path):
+            return load_file(path)
     except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
         raise DamageError(f"model.init_from '{path}': it holds no tensors ({error}). Fetch it again.") from error
 

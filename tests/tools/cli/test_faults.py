@@ -20,6 +20,7 @@ from leandit.datasets.disk.files import Failpoint
 from leandit.datasets.errors import ResourceError
 from leandit.datasets.revisions.commits import hash_of_damaged_plan
 from leandit.datasets.store import LatentStore
+from leandit.train.weights import published
 
 OPENERS = [(builtins, "open"), (io, "open"), (os, "open"), (os, "pread"), (os, "preadv"), (pa, "OSFile")]
 FAULTS = {"a bad sector": errno.EIO, "a stale handle": errno.ESTALE, "no descriptors": errno.EMFILE}
@@ -101,3 +102,13 @@ def test_a_fault_of_a_commit_record_does_not_give_up_the_shards_of_a_damaged_pla
     break_reading(monkeypatch, ".json", errno.EIO)
     with pytest.raises(ResourceError, match="Input/output error"):
         hash_of_damaged_plan(store, 1)
+
+
+@pytest.mark.parametrize("number", FAULTS.values(), ids=FAULTS)
+def test_a_fault_of_first_weights_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(published, "load_file", fail)
+    with pytest.raises(ResourceError, match=os.strerror(number)):
+        published.read_safetensors(tmp_path / "model.safetensors")
