@@ -108,7 +108,7 @@ def model_folder(source: str, *, files: tuple[str, ...] = (CONFIG, *weight_names
             "save_pretrained of diffusers or 'leandit export RUN --merged', and name that folder."
         )
     others = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
-    advice = f" These subfolders have one: {', '.join(others)}. Name the one that is meant." if others else ""
+    advice = f" There is one in {', '.join(others)}: name the one that is meant." if others else ""
     raise RunError(f"{problem}. Expected a folder or hub id of a diffusers pipeline, or of its transformer.{advice}")
 
 
