@@ -89,8 +89,9 @@ def _guess_kind(files: SourceFiles, settings: SourceSection, table: str | None, 
         return "metadata" if table in METADATA and not files.only else "manifest"
     tars = tar_names(files, settings.split)
     parquet = [] if files.only else shard_names(files, ".parquet", settings.split)
-    # A folder of tars may hold Parquet files without images, as img2dataset writes them.
-    if parquet and (not tars or holds_images(files, parquet[0])):
+    # Beside tars, or folders of images and texts, Parquet files may hold none, as img2dataset writes them.
+    has_others = bool(tars) or (bool(parquet) and has_sidecars(files))
+    if parquet and (not has_others or holds_images(files, parquet[0])):
         return "parquet"
     if tars:
         return "imagenet" if is_imagenet(files, tars) else "webdataset"

@@ -342,3 +342,14 @@ def test_captions_under_other_names_are_offered(write: Callable[..., Path], tmp_
     only = write(tmp_path / "only", images)
     with pytest.raises(SourceError, match=r"all 2 records are rejected.*--set source\.caption="):
         encode(caption_recipe("source.max_reject_share=1"), only, tmp_path / "none")
+
+
+def test_tables_without_images_beside_folders_of_images_and_texts_are_left_out(tmp_path: Path) -> None:
+    """As img2dataset writes folders of files."""
+    source = tmp_path / "source"
+    source.mkdir()
+    beside(source / "00000", [{"txt": b"a boat", "json": b'{"caption": "a boat", "url": "x"}'}])
+    pq.write_table(pa.table({"url": ["x"], "caption": ["a boat"]}), source / "00000.parquet")
+    write_file(source / "00000_stats.json", "{}")
+    encode(caption_recipe(), source, tmp_path / "store")
+    assert stored(tmp_path / "store") == [(None, ("a boat",))]
