@@ -34,7 +34,7 @@ from ..format.layout import (
     zarr_files,
 )
 from ..format.row_layout import bucket_part, num_stored_tokens
-from ..format.schema import FORMAT_VERSION, Manifest, PlanFile, SelfCheck, StoreSpec
+from ..format.schema import FORMAT_VERSION, FileEntry, Manifest, PlanFile, SelfCheck, StoreSpec
 from ..format.table_schemas import CAPTION_RESULTS, CAPTION_START, captions_schema, plan_schema, suffixes
 from ..format.tables import map_parquet, parquet_file, table_problem
 from .catalog import file_entry, read_hashed, read_manifest, sealed_revisions
@@ -253,7 +253,7 @@ def _read_plan(root: Path, revision: int, is_sealed: bool) -> FrozenPlan:
         num_captions = None
     for name, entry in zip(names, entries, strict=True):
         path = root / (folder + name)
-        if not path.is_file() or xxh3_file(path) != entry.xxh3_128:
+        if not _is_intact(path, entry):
             raise DamageError(f"store '{root}': '{folder}{name}' is missing or damaged. {remedy}")
     before = read_manifest(root, revision - 1) if content.base and not content.copies else None
     if before and before.root_hash != content.base:
@@ -283,6 +283,14 @@ def _read_plan(root: Path, revision: int, is_sealed: bool) -> FrozenPlan:
     if problem := table_problem(spec, revision, records, captions.num_rows, captions) or _row_problem(plan):
         raise DamageError(f"store '{root}': the tables of revision {revision} are not valid: {problem}. {remedy}")
     return plan
+
+
+def _is_intact(path: Path, entry: FileEntry) -> bool:
+    """Whether a file is there with the hash that was written; another process may remove it at any time."""
+    try:
+        return xxh3_file(path) == entry.xxh3_128
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return False
 
 
 def read_spec(root: Path, revision: int = 1) -> StoreSpec:
