@@ -19,6 +19,7 @@ from scale import IMAGENET, RARE, SETTINGS, Figures, Scratch, measured, planner_
 from leandit.datasets.disk.files import write_atomic
 from leandit.datasets.disk.hashing import canonical_json
 from leandit.datasets.format.layout import commit_path, rows_path
+from leandit.datasets.format.row_layout import latent_shape
 from leandit.datasets.format.schema import FORMAT_VERSION, CommitRecord, LatentStatistics, Reject
 from leandit.datasets.format.table_schemas import REJECTED, STORED
 from leandit.datasets.revisions.catalog import file_entry
@@ -61,7 +62,6 @@ def write_commits(store: str) -> None:
     """Write made-up commit records of all shards, as workers do, with shards of one byte."""
     root, rng = Path(store), np.random.default_rng(0)
     plan = read_plan(root, 1)
-    nothing = LatentStatistics(count=0, channel_mean=[0.0] * 4, channel_std=[0.0] * 4)
     for part, shard in plan.layout.tasks():
         paths = [array.shard_path(shard) for array in plan.layout.parts[part].arrays]
         for path in paths:
@@ -71,8 +71,12 @@ def write_commits(store: str) -> None:
         results["state"] = STORED
         results["checksum"] = results["source_checksum"] = rng.integers(1, 1 << 63, results.shape)
         rejected = rows[::RARE] if is_rows else ()
+        statistics = None
         if is_rows:
             results["state"][::RARE] = REJECTED
+            _, height, width = latent_shape(plan.spec, plan.layout.parts[part].bucket)
+            count = height * width * (len(rows) - len(rejected))  # any other, and the seal would read these shards
+            statistics = LatentStatistics(count=count, channel_mean=[0.0] * 4, channel_std=[1.0] * 4)
         results_file = file_entry(rows_path(1, part, shard), results.tobytes())
         record = CommitRecord(
             format_version=FORMAT_VERSION,
@@ -82,7 +86,7 @@ def write_commits(store: str) -> None:
             files=[*(file_entry(path, b"x") for path in paths), results_file],
             rejects=[Reject(row=r, key=f"{r}", stage="encode", reason="nonfinite", detail="made up") for r in rejected],
             fallbacks=[],
-            statistics=nothing if is_rows else None,
+            statistics=statistics,
             record_hash="",
         ).with_hash()
         write_atomic(root / rows_path(1, part, shard), [results.tobytes()])
