@@ -334,6 +334,8 @@ class MemoryTracker(TorchDispatchMode):
         self.moments.append(tuple(self.live[name] for name in CATEGORIES))
 
     def _record(self, tensor: Tensor) -> None:
+        if tensor.device.type == "meta":  # it has no bytes on any device; DeepSpeed keeps shapes so
+            return
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._known:
