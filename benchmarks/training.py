@@ -27,7 +27,7 @@ from noise_store import make_store
 from torch import Tensor, nn
 
 from leandit.datasets.batches.captions import Captions
-from leandit.datasets.errors import RecipeError
+from leandit.errors import RecipeError
 from leandit.tools.plan.synthetic import synthetic_batch, synthetic_run
 from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
 from leandit.train.config import TrainRecipe, load

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from ..errors import RunError
 from .batches.batch import Batch
 from .batches.captions import TextForm
 from .batches.latents import Normalise
 from .batches.reader import BatchReader
 from .batches.row_checks import RowCheck
 from .batches.stream import BatchStream, is_gpu
-from .errors import RunError
 from .order.batch_plan import BatchPlan, Leftovers
 from .order.caption_odds import CaptionOdds
 from .order.filters import Selection

@@ -19,12 +19,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
+from ..errors import DamageError, RecipeError, RowOutOfRange, StoreError, UnknownKey
 from .arrays.shard_check import check_shard
 from .arrays.shard_folder import Access, ShardFolder
 from .arrays.sharded_array import ShardedArray
 from .arrays.tokens import CaptionTokens, FeatureArrays
 from .disk.cached import cached_property
-from .errors import DamageError, RecipeError, RowOutOfRange, StoreError, UnknownKey
 from .format.buckets import bucket_size
 from .format.class_names import ClassNames
 from .format.layout import CAPTIONS, RECORDS

@@ -12,12 +12,12 @@ from pydantic import (
     model_validator,
 )
 
-from ..datasets.effects import check_overrides, unread_notes
-from ..datasets.errors import RecipeError
 from ..datasets.format.buckets import DOWNSCALE, MAX_RATIO, Table, area_step, bucket_table, largest_crop
 from ..datasets.format.row_layout import CAPTION_ARRAYS, CAPTION_PART, COMPANIONS, FEATURES
 from ..datasets.format.schema import Name
-from ..datasets.recipe import UNNAMED, Caption, Section, load_recipe
+from ..effects import check_overrides, unread_notes
+from ..errors import RecipeError
+from ..recipe import UNNAMED, Caption, Section, load_recipe
 from .effects import CONDITIONS
 
 PACKAGE = "leandit.precompute"

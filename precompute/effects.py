@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..datasets.effects import Condition
+from ..effects import Condition
 
 if TYPE_CHECKING:
     from .config import PrecomputeRecipe

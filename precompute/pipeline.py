@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 
-from ..datasets.errors import DamageError, StoreIncomplete
 from ..datasets.format.layout import LEASES, revision_prefix
 from ..datasets.format.layout import PLAN as PLAN_FOLDER
 from ..datasets.format.schema import Manifest, SelfCheck, StoreSpec
@@ -28,7 +27,8 @@ from ..datasets.revisions.catalog import begun_revision, read_manifest, sealed_r
 from ..datasets.revisions.commits import hash_of_damaged_plan
 from ..datasets.revisions.plan import FrozenPlan, freeze_plan, read_plan
 from ..datasets.revisions.writer import StoreWriter
-from ..datasets.units import plural
+from ..errors import DamageError, StoreIncomplete
+from ..units import plural
 from .config import PrecomputeRecipe
 from .encoders.loading import describe_store, load_encoders
 from .encoders.text.encoder import TokenCount

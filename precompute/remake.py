@@ -18,7 +18,6 @@ import pyarrow.compute
 from ..datasets.arrays.shard_file import ShardFile
 from ..datasets.disk.files import write_atomic
 from ..datasets.disk.hashing import xxh3_parts
-from ..datasets.errors import DamageError, LeanditError, RecordRejected, ResourceError
 from ..datasets.format.layout import Part, is_image_task
 from ..datasets.format.token_dtypes import StoredTokens, widen, widen_latents
 from ..datasets.format.zarr_shard import pack_shard
@@ -28,7 +27,8 @@ from ..datasets.revisions.catalog import sealed_revisions
 from ..datasets.revisions.plan import FrozenPlan, read_plan, read_spec
 from ..datasets.revisions.writer import row_checksum
 from ..datasets.store import LatentStore
-from ..datasets.units import plural
+from ..errors import DamageError, LeanditError, RecordRejected, ResourceError
+from ..units import plural
 from .planning.opening import is_extension
 from .run.shards import Shard
 from .run.tasks import ShardRunner

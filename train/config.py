@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from ..datasets.effects import check_overrides, unread_notes
-from ..datasets.errors import RecipeError
-from ..datasets.recipe import Caption, Count, Positive, Section, Share, load_recipe
+from ..effects import check_overrides, unread_notes
+from ..errors import RecipeError
+from ..recipe import Caption, Count, Positive, Section, Share, load_recipe
 from .data_recipe import DataSection, SampleGuidance, SampleShift, StoreSection, Turn
 from .effects import CONDITIONS
 from .techniques.registry import ObjectiveSection, TechniqueSections, techniques_of

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ..datasets.recipe import Count, Section, Share
+from ..recipe import Count, Section, Share
 
 SampleShift = Literal["auto", "resolution"] | Annotated[float, Field(gt=0)]
 SampleGuidance = Literal["auto"] | Annotated[float, Field(ge=0, le=100)]

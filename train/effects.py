@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..datasets.effects import Condition
+from ..effects import Condition
 from .techniques.registry import TECHNIQUES
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ..datasets.errors import ResourceError
+from ..errors import ResourceError
 from .config import TrainRecipe
 from .metrics.history import StepReport
 from .metrics.meter import Meter, peak_flops

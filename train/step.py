@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..datasets.batches.batch import Batch
-from ..datasets.errors import ResourceError
 from ..datasets.order.slices import rank_slice
-from ..datasets.units import plural
+from ..errors import ResourceError
+from ..units import plural
 from .metrics.meter import StepResult
 from .models.conditioning import Microbatch, select
 from .objectives.losses import PLAIN, draw, draw_dropped, objective_losses, time_share

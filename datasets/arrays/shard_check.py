@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from ...errors import DamageError
 from ..disk.hashing import xxh3_64, xxh3_file
-from ..errors import DamageError
 from ..format.row_layout import POOLED, ArrayGroup
 from .shard_file import ShardFile
 

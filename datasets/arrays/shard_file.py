@@ -15,9 +15,9 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 
+from ...errors import DamageError
 from ..disk.cached import cached_property
 from ..disk.faults import named_faults
-from ..errors import DamageError
 from ..format.zarr_shard import ABSENT, CODECS, CRC_BYTES, ArrayLayout
 
 REPAIR = "Run 'leandit verify STORE --repair --source PATH': it restores this shard."

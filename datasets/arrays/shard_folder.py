@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ..errors import DamageError
+from ...errors import DamageError
 from ..format.zarr_shard import ArrayLayout
 from .shard_file import REPAIR, ShardFile
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import RowOutOfRange
+from ...errors import RowOutOfRange
 from ..format.zarr_shard import ArrayLayout
 from .address_window import AddressWindow
 from .shard_file import ShardFile

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ...errors import StoreError
 from ..disk.cached import cached_property
-from ..errors import StoreError
 from ..format.row_layout import (
     EMBEDDINGS,
     FEATURES,

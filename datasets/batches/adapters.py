@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import RecipeError
+from ...errors import RecipeError
 from ..store import LatentStore
 from .batch import Batch
 

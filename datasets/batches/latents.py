@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from ..errors import RecipeError
+from ...errors import RecipeError
 from ..format.schema import LOGVAR_RANGE, LatentSpec, LatentStatistics
 from ..format.token_dtypes import SCALE_CHANNELS
 from ..order.shuffle import FACTORS, GOLDEN, PURPOSE_DRAW, keyed_hash, mix

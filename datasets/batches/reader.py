@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from ...errors import RecipeError
 from ..arrays.sharded_array import ShardedArray
 from ..disk.fork_safe import reset_in_forks
-from ..errors import RecipeError
 from ..format.row_layout import LATENTS, view_suffixes
 from ..format.schema import LatentStatistics
 from ..order.alike import check_alike, store_names

@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ...errors import DamageError
 from ..arrays.shard_file import REPAIR
 from ..arrays.sharded_array import ShardedArray
 from ..arrays.tokens import CaptionTokens
 from ..disk.hashing import xxh3_64
-from ..errors import DamageError
 from ..format.row_layout import LATENTS, bucket_part, row_arrays
 from ..store import LatentStore
 from .batch import Records

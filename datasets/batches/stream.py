@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from ...errors import RecipeError, RunError
 from ..disk.fork_safe import reset_in_forks
-from ..errors import RecipeError, RunError
 from ..order.batch_plan import MAX_NUMBER, BatchPlan, changed_fields
 from ..store import content_hash_of_plan
 from .batch import Batch

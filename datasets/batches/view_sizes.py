@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from ...errors import StoreError
 from ..disk.cached import cached_property
 from ..disk.spill import map_table
-from ..errors import StoreError
 from ..format.buckets import bucket_size
 from ..format.crops import Crop, variant_crop
 from ..store import LatentStore

@@ -11,7 +11,7 @@ import errno
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import ResourceError
+from ...errors import ResourceError
 
 OPTIONAL_FAULT_NAMES = ("EREMOTEIO", "ENOLINK", "ECOMM")  # not every system has them
 FAULTS = frozenset(

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import ResourceError
-from ..units import readable_size
+from ...errors import ResourceError
+from ...units import readable_size
 from .faults import FAULTS, fault_of, named_faults
 from .locks import hold
 

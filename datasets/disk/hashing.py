@@ -15,7 +15,7 @@ from typing import Any
 
 import xxhash
 
-from ..errors import DamageError
+from ...errors import DamageError
 from .faults import named_faults
 
 MAX_JSON_BYTES = 1 << 30  # a manifest of ten million shards

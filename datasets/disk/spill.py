@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from ..errors import ResourceError
+from ...errors import ResourceError
 
 BATCH_ROWS = 1 << 14  # of a mapped table
 LARGE_BYTES = 1 << 24  # of an array that the kernel should be able to evict

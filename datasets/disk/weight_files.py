@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from ..errors import DamageError
+from ...errors import DamageError
 from .hashing import read_json
 
 MAX_INDEX_BYTES = 1 << 26

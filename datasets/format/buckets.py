@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ..errors import RecipeError
+from ...errors import RecipeError
 
 # PixArt-Sigma's and Sana's published table for 1024 px (ASPECT_RATIO_1024): ratio height/width, height, width.
 # The tables for 256, 512, 2048 and 4096 px are exactly 1/4, 1/2, 2 and 4 times it.

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from importlib import resources
 from numbers import Integral
 
+from ...errors import RecipeError
 from ..disk.cached import cached_property
-from ..errors import RecipeError
 
 NUM_SHOWN = 8  # labels or classes that an error lists
 

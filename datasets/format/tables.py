@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
 
+from ...errors import DamageError, RecipeError
 from ..disk.faults import fault_of, is_fault
 from ..disk.spill import BATCH_ROWS, MAX_BATCH_BYTES, map_table, map_written, one_chunk
-from ..errors import DamageError, RecipeError
 from .buckets import bucket_size
 from .layout import CAPTIONS, RECORDS, SOURCES
 from .schema import FALLBACK, StoreSpec

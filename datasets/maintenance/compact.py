@@ -16,9 +16,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
+from ...errors import DamageError, LeanditError, RecipeError, ResourceError, StoreError
+from ...units import readable_size
 from ..disk.files import move, temporary_folder
 from ..disk.strays import sweep_strays
-from ..errors import DamageError, LeanditError, RecipeError, ResourceError, StoreError
 from ..format.layout import CaptionLayout, Part
 from ..format.schema import Fallback, Manifest, Reject, StoreSpec
 from ..format.table_schemas import (
@@ -38,7 +39,6 @@ from ..revisions.local import openable, with_stored_encoder_paths
 from ..revisions.plan import FrozenPlan, freeze_plan, read_plan
 from ..revisions.writer import StoreWriter, row_checksum
 from ..store import LatentStore
-from ..units import readable_size
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 Columns = dict[str, pa.Array | pa.ChunkedArray]

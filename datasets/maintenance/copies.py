@@ -15,8 +15,8 @@ from typing import Literal, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ...errors import LeanditError, ResourceError
 from ..disk.hashing import xxh3_file
-from ..errors import LeanditError, ResourceError
 from ..format.layout import INDEX, RECORDS, SOURCES, TWIN, revision_prefix
 from ..format.schema import FileEntry, LocalFile, Manifest
 from ..format.tables import read_batches

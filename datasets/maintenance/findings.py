@@ -13,17 +13,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
+from ...errors import DamageError, LeanditError
+from ...units import plural
 from ..arrays.shard_file import ShardFile
 from ..disk.cached import cached_property
 from ..disk.hashing import xxh3_64, xxh3_file
-from ..errors import DamageError, LeanditError
 from ..format.layout import CAPTIONS, RECORDS, TWIN, revision_of, revision_prefix
 from ..format.row_layout import EMBEDDINGS, POOLED, SCALES, array_groups, buckets_of, num_stored_tokens, pooled_rows
 from ..format.schema import FileEntry, Manifest
 from ..format.table_schemas import CAPTION_START, suffixes
 from ..format.tables import map_parquet
 from ..format.zarr_shard import ArrayLayout
-from ..units import plural
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from ...errors import DamageError
 from ..disk.hashing import canonical_json, xxh3_file
-from ..errors import DamageError
 from ..format.layout import LOCAL, MANIFEST, revision_prefix, zarr_files
 from ..format.schema import FileEntry, Manifest
 from ..revisions.catalog import file_entry, read_manifest, sealed_revisions

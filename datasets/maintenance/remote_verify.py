@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from ...errors import DamageError, StoreNotFound
 from ..disk.files import write_atomic
-from ..errors import DamageError, StoreNotFound
 from ..format.layout import GROUP, LEASES, REVISIONS
 from ..format.schema import FileEntry
 from ..remote.opening import url_in_errors

@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from ...errors import LeanditError, ResourceError, StoreError
 from ..disk.files import remove, write_atomic
 from ..disk.hashing import xxh3_file
 from ..disk.strays import seconds_since_write, sweep_strays
-from ..errors import LeanditError, ResourceError, StoreError
 from ..format.layout import COMMITS, INDEX, LEASES, TWIN, revision_prefix
 from ..format.schema import FileEntry, Manifest
 from ..revisions.catalog import planned_revisions, sealed_revisions

@@ -20,9 +20,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ...errors import LeanditError, ResourceError
 from ..disk.files import TEMPORARY_PREFIX
 from ..disk.hashing import canonical_json, xxh3_file
-from ..errors import LeanditError, ResourceError
 from ..format.layout import (
     CAPTIONS,
     COMMITS,

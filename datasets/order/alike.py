@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import RecipeError
+from ...errors import RecipeError
 from ..format.schema import UNKNOWN, EncoderIdentity, LatentSpec, StoreSpec
 
 if TYPE_CHECKING:

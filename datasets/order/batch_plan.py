@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
 
+from ...errors import RecipeError
 from ..disk.cached import cached_property
-from ..errors import RecipeError
 from .shuffle import (
     PURPOSE_BATCHES,
     PURPOSE_BLOCKS,

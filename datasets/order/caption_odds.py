@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
+from ...errors import RecipeError
 from ..disk.hashing import xxh3_file
-from ..errors import RecipeError
 from ..revisions.records import BucketIndex
 from .filters import lines_by_key
 

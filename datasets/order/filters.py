@@ -23,8 +23,8 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
 
+from ...errors import RecipeError
 from ..disk.hashing import xxh3_parts
-from ..errors import RecipeError
 
 if TYPE_CHECKING:
     from ..store import LatentStore

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from ...errors import RecipeError
 from ..disk.cached import cached_property
-from ..errors import RecipeError
 from .batch_plan import BatchOrder, BatchPlan, PlannedBatch
 from .shuffle import PURPOSE_MIXTURE, keyed_hash, permute
 

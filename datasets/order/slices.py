@@ -12,7 +12,7 @@ from numbers import Integral
 
 import numpy as np
 
-from ..errors import RecipeError
+from ...errors import RecipeError
 from ..format.buckets import bucket_size
 
 

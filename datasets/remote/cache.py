@@ -23,14 +23,14 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from ...errors import DamageError, LeanditError, ResourceError
+from ...units import readable_size
 from ..disk.files import TEMPORARY_NAME, make_folder, remove, write_atomic
 from ..disk.fork_safe import reset_in_forks
 from ..disk.hashing import xxh3_file
 from ..disk.locks import locked
 from ..disk.strays import sweep_strays
-from ..errors import DamageError, LeanditError, ResourceError
 from ..format.schema import FileEntry, Manifest
-from ..units import readable_size
 from .reader import RemoteReader
 
 STORE, SHARDS, LOCKS = "store", "shards", "locks"

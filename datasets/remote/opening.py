@@ -18,11 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from ...errors import DamageError, LeanditError, RecipeError, ResourceError, StoreError, StoreIncomplete, StoreNotFound
+from ...units import readable_size
 from ..disk.files import make_folder, remove, write_atomic
 from ..disk.hashing import MAX_JSON_BYTES, canonical_json, read_json, sha256_of, xxh3_file
 from ..disk.locks import locked
 from ..disk.strays import sweep_strays
-from ..errors import DamageError, LeanditError, RecipeError, ResourceError, StoreError, StoreIncomplete, StoreNotFound
 from ..format.layout import (
     GROUP,
     LOCAL,
@@ -37,7 +38,6 @@ from ..format.layout import (
 from ..format.row_layout import BUCKETS, CAPTION_PART
 from ..format.schema import FileEntry, Manifest
 from ..revisions.catalog import read_manifest
-from ..units import readable_size
 from .cache import DEFAULT_THREADS, STORE, RemoteFolder, is_shard
 from .reader import RemoteReader
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from ..errors import DamageError, RecipeError, StoreError
+from ...errors import DamageError, RecipeError, StoreError
 from ..format.schema import FileEntry
 from .failures import is_not_allowed, lasts, library_errors, one_line, status_code
 

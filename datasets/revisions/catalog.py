@@ -9,8 +9,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from ..disk.hashing import read_json, xxh3_parts
-from ..errors import (
+from ...errors import (
     DamageError,
     FormatVersionError,
     LeanditError,
@@ -19,6 +18,7 @@ from ..errors import (
     StoreIncomplete,
     StoreNotFound,
 )
+from ..disk.hashing import read_json, xxh3_parts
 from ..format.layout import (
     CAPTIONS,
     COMMITS,

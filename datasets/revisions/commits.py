@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ...errors import DamageError, LeanditError, ResourceError
 from ..disk.hashing import xxh3_file
-from ..errors import DamageError, LeanditError, ResourceError
 from ..format.layout import COMMITS, PLAN, PLAN_FILE, Part, Task, commit_path, revision_prefix, rows_path
 from ..format.row_layout import LATENTS
 from ..format.schema import CommitRecord, PlanFile

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..errors import DamageError
+from ...errors import DamageError
 from ..format.layout import LOCAL, SOURCES, TWIN, revision_prefix
 from ..format.schema import EncoderIdentity, LocalFile, Origin, StoreSpec
 from .catalog import intact_copies, read_hashed

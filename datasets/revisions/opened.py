@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ...errors import DamageError, StoreError, StoreIncomplete, StoreWarning
 from ..disk.cached import cached_property
 from ..disk.hashing import xxh3_file
-from ..errors import DamageError, StoreError, StoreIncomplete, StoreWarning
 from ..format.layout import CAPTIONS, RECORDS, REMOTE_ABOUT, index_path, revision_prefix
 from ..format.schema import FileEntry, Manifest
 from ..format.table_schemas import captions_schema, records_schema

@@ -15,11 +15,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
+from ...errors import DamageError, StoreIncomplete
 from ..disk.cached import cached_property
 from ..disk.files import write_folder
 from ..disk.hashing import canonical_json, sha256_of, xxh3_file, xxh3_parts
 from ..disk.spill import map_array
-from ..errors import DamageError, StoreIncomplete
 from ..format.buckets import bucket_size
 from ..format.layout import (
     CAPTIONS,

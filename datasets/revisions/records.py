@@ -17,9 +17,9 @@ import pyarrow as pa
 import pyarrow.compute
 import xxhash
 
+from ...errors import DamageError
 from ..disk.faults import named_faults
 from ..disk.spill import map_array
-from ..errors import DamageError
 from ..format.buckets import bucket_size
 from ..format.layout import CAPTIONS, RECORDS
 from ..format.row_layout import CAPTION_PART, bucket_part, buckets_of, num_stored_tokens

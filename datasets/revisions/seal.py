@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
+from ...errors import DamageError
 from ..disk.files import remove, write_atomic
 from ..disk.hashing import canonical_json, xxh3_file, xxh3_parts
-from ..errors import DamageError
 from ..format.layout import (
     CAPTIONS,
     COMMITS,

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...errors import DamageError
 from ..arrays.shard_folder import ShardFolder
 from ..arrays.sharded_array import ShardedArray
 from ..disk.hashing import xxh3_64, xxh3_file
 from ..disk.spill import map_array
-from ..errors import DamageError
 from ..format.buckets import bucket_size
 from ..format.layout import Part, index_path
 from ..format.row_layout import LATENTS, bucket_part, latent_shape, row_arrays, view_suffixes

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ...errors import StoreError
 from ..disk.files import write_atomic
 from ..disk.hashing import canonical_json, xxh3_64, xxh3_parts
-from ..errors import StoreError
 from ..format.layout import MANIFEST, Task, commit_path, revision_prefix, rows_path
 from ..format.row_layout import LATENTS
 from ..format.schema import FORMAT_VERSION, CommitRecord, Fallback, FileEntry, Manifest, Reject

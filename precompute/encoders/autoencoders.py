@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...datasets.errors import EncoderError, RecipeError
+from ...errors import EncoderError, RecipeError
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ... import __version__
-from ...datasets.errors import RecipeError
 from ...datasets.format.buckets import bucket_name, resize_filter
 from ...datasets.format.schema import FORMAT_VERSION, CompanionSpec, FeatureEncoder, ImageSpec, StoreSpec, TextEncoder
+from ...errors import RecipeError
 from ..config import PrecomputeRecipe
 from ..images.pixels import ADM_FILTER, colour_handling
 from ..sources.source import Source

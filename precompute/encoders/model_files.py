@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 from ...datasets.disk.hashing import read_json, sha256_file, sha256_of
 from ...datasets.disk.weight_files import WeightFilesError, weight_names
 from ...datasets.disk.weight_files import weight_files as chosen_files
-from ...datasets.errors import DamageError, EncoderError
 from ...datasets.format.schema import EncoderIdentity
 from ...datasets.remote.failures import one_line
+from ...errors import DamageError, EncoderError
 from ..config import EncoderSection, PrecomputeRecipe
 
 if TYPE_CHECKING:  # torch takes seconds to import

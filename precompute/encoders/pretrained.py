@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ...datasets.errors import EncoderError
 from ...datasets.remote.failures import one_line
+from ...errors import EncoderError
 
 _Output = TypeVar("_Output")
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...datasets.errors import EncoderError, RecipeError, ResourceError
 from ...datasets.format.schema import LatentSpec
+from ...errors import EncoderError, RecipeError, ResourceError
 from ..config import VaeSection
 from .autoencoders import (
     DECODER,

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ...datasets.errors import RecipeError, ResourceError
 from ...datasets.format.layout import LEASES
+from ...errors import RecipeError, ResourceError
 from ..planning.images import MAX_THREADS
 from ..sharing.leases import alone
 from .devices import NEVER_STARTED, Ended, LocalProcess, StartGate, child_environment, supervise

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from ...datasets.errors import DamageError, LeanditError, RecipeError, ResourceError, SourceError
 from ...datasets.format.layout import COMMITS, REVISIONS
+from ...errors import DamageError, LeanditError, RecipeError, ResourceError, SourceError
 from ..planning.images import DECODERS, MAX_THREADS, num_cores
 from .child import END_SECONDS
 

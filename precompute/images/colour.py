@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageCms
 
-from ...datasets.errors import RecordRejected
+from ...errors import RecordRejected
 
 SAME_LEVELS = 2  # of 255: the curves of sRGB's own profiles differ by rounding
 CACHED_PROFILES = 16  # of each process; most sources have few

@@ -28,7 +28,7 @@ import xxhash
 from PIL import Image
 
 from ...datasets.disk.faults import is_fault
-from ...datasets.errors import RecordRejected
+from ...errors import RecordRejected
 from .faults import open_regular
 from .opening import MAX_MEGAPIXELS
 from .pixels import decode_image, read_size

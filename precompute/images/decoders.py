@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...datasets.errors import RecordRejected, ResourceError
+from ...errors import RecordRejected, ResourceError
 from .decoder_child import LARGE, READ, READING, READY
 from .faults import retried
 from .opening import MAX_MEGAPIXELS

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from ...datasets.disk.faults import is_fault
-from ...datasets.errors import ResourceError
+from ...errors import ResourceError
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from PIL import (
     WebPImagePlugin,
 )
 
-from ...datasets.errors import RecordRejected
+from ...errors import RecordRejected
 from . import tiff
 from .signatures import format_of, may_be_avif
 

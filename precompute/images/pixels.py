@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from ...datasets.errors import RecordRejected
 from ...datasets.format.crops import Variant, crop_geometry
 from ...datasets.format.crops import variant_draws as variant_draws
+from ...errors import RecordRejected
 from .opening import HEIF_LIBRARY, MAX_MEGAPIXELS, open_image, orientation_of
 from .rgb import read_rgb
 from .signatures import format_of

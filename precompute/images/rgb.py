@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageFile
 
-from ...datasets.errors import RecordRejected
+from ...errors import RecordRejected
 from . import tiff
 from .colour import UnusableProfile, coded_profile, converted_to_srgb
 from .opening import orientation_of, tags_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...datasets.errors import RecordRejected
+from ...errors import RecordRejected
 
 HEIF_BRANDS = frozenset([b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"])  # ISO/IEC 23008-12
 AVIF_BRANDS = frozenset([b"avif", b"avis"])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, TiffImagePlugin
 
-from ...datasets.errors import RecordRejected
+from ...errors import RecordRejected
 
 # Tags of TIFF 6.0, and of DNG.
 SUBFILE_TYPE = 254

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ... import __version__
-from ...datasets.errors import SourceError
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.schema import (
     FORMAT_VERSION,
@@ -23,8 +22,9 @@ from ...datasets.format.schema import (
     TextEncoder,
     TextSpec,
 )
-from ...datasets.recipe import flatten, parse_stored
 from ...datasets.revisions.writer import row_checksum
+from ...errors import SourceError
+from ...recipe import flatten, parse_stored
 from ..config import TextSection, VaeSection
 from .null_caption import NullCaption
 from .plan import CommonFormat, ScannedRecord, bucket_of

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...datasets.errors import SourceError
+from ...errors import SourceError
 from ..config import TextSection
 from .source import UNREADABLE
 from .untrusted import MAX_ARRAY_BYTES, parse_npy, read_file, read_npz, read_tensors

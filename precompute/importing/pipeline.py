@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from ...datasets.errors import FingerprintMismatch, RecipeError, RecordRejected, SourceError
 from ...datasets.format.layout import Task
 from ...datasets.format.schema import Manifest, StoreSpec
-from ...datasets.recipe import parse_stored
 from ...datasets.revisions.plan import FrozenPlan, freeze_plan
 from ...datasets.revisions.writer import StoreWriter
+from ...errors import FingerprintMismatch, RecipeError, RecordRejected, SourceError
+from ...recipe import parse_stored
 from ..planning.images import num_threads
 from ..planning.opening import newest_plan
 from ..run.clock import Progress

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from ...datasets.errors import RecordRejected, SourceError
 from ...datasets.format.buckets import bucket_name, bucket_size
 from ...datasets.format.schema import POSTERIORS, StoreSpec
 from ...datasets.format.table_schemas import PLAN_SCHEMA
 from ...datasets.revisions.plan import FrozenPlan, first_plan
+from ...errors import RecordRejected, SourceError
 from ..planning.images import num_threads
 from .source import Entry, FormatDefaults, Reader, RecordHeader
 

@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from ...datasets.effects import Condition, unread_keys
-from ...datasets.errors import RecipeError
-from ...datasets.recipe import Section, parse_with_overrides
+from ...effects import Condition, unread_keys
+from ...errors import RecipeError
+from ...recipe import Section, parse_with_overrides
 from ..config import SourceSection
 
 Kind = Literal["fast-dit", "lightningdit", "mar", "edm2", "pixart", "mds", "mlperf-flux", "nemo"]

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from ...datasets.disk.spill import TakenColumn
-from ...datasets.errors import RecordRejected, SourceError
 from ...datasets.format.layout import Part
 from ...datasets.format.token_dtypes import is_storable, narrow, quality
 from ...datasets.format.zarr_shard import ArrayLayout
 from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.revisions.writer import row_checksum
+from ...errors import RecordRejected, SourceError
 from ..run.shards import Outcomes, Pools, Shard
 from .null_caption import read_null
 from .source import Entry, Features, Reader

@@ -23,7 +23,7 @@ import xxhash
 from safetensors import SafetensorError
 
 from ...datasets.disk.faults import is_fault
-from ...datasets.errors import RecordRejected, SourceError
+from ...errors import RecordRejected, SourceError
 from ..config import TextSection
 from ..images.faults import fault_error
 from .recipe import ImportRecipe

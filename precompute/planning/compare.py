@@ -19,9 +19,9 @@ import pyarrow.compute
 import xxhash
 
 from ...datasets.disk.spill import BATCH_ROWS, TakenColumn, map_array, map_table, rebatched
-from ...datasets.errors import RecordRejected
 from ...datasets.format.table_schemas import PLACES, PLAN_SCHEMA, place_columns
 from ...datasets.revisions.plan import FrozenPlan
+from ...errors import RecordRejected
 from ..config import PrecomputeRecipe
 from ..sources.files.record import NO_CAPTION
 from ..sources.listing.duck import database, identifier, literal, numbered

@@ -20,9 +20,9 @@ import pyarrow as pa
 import pyarrow.compute
 
 from ...datasets.disk.spill import BATCH_ROWS, map_table, rebatched
-from ...datasets.errors import RecordRejected
 from ...datasets.format.buckets import assign_bucket, bucket_name, centre_crop
 from ...datasets.format.table_schemas import PLACEMENT, PLAN_SCHEMA
+from ...errors import RecordRejected
 from ..config import ImagesSection, PrecomputeRecipe
 from ..images.decoders import Decoders
 from ..images.pixels import resize_problem

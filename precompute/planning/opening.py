@@ -7,12 +7,12 @@ from typing import Any
 
 from ...datasets.disk.files import TEMPORARY_PREFIX
 from ...datasets.disk.strays import sweep_strays
-from ...datasets.errors import FingerprintMismatch, SourceError, StoreError, StoreIncomplete
 from ...datasets.format.layout import LEASES, REVISIONS
 from ...datasets.format.schema import StoreSpec
-from ...datasets.recipe import flatten
 from ...datasets.revisions.catalog import begun_revision, check_store, planned_revisions, sealed_revisions
 from ...datasets.revisions.plan import FrozenPlan, read_plan
+from ...errors import FingerprintMismatch, SourceError, StoreError, StoreIncomplete
+from ...recipe import flatten
 from ..config import PrecomputeRecipe
 from ..sources.source import Source
 

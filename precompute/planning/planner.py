@@ -11,7 +11,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute
 
-from ...datasets.errors import RecordRejected, SourceError
 from ...datasets.format.layout import next_row
 from ...datasets.format.row_layout import buckets_of
 from ...datasets.format.schema import SelfCheck, StoreSpec
@@ -20,7 +19,8 @@ from ...datasets.revisions.catalog import read_manifest
 from ...datasets.revisions.local import with_stored_encoder_paths
 from ...datasets.revisions.plan import FrozenPlan, freeze_plan, read_plan
 from ...datasets.store import LatentStore
-from ...datasets.units import plural
+from ...errors import RecordRejected, SourceError
+from ...units import plural
 from ..config import PrecomputeRecipe
 from ..encoders.text.tokenizer import CaptionTokenizer
 from ..images.decoders import Decoders

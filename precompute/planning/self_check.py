@@ -19,13 +19,13 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from ...datasets.batches.latents import denormalise, mean_latents
-from ...datasets.errors import EncoderError, RecordRejected, ResourceError
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.row_layout import LATENTS
 from ...datasets.format.schema import CheckedImage, SelfCheck
 from ...datasets.revisions import latent_statistics
 from ...datasets.revisions.latent_statistics import MEAN_LIMIT, STD_LIMITS
 from ...datasets.revisions.plan import FrozenPlan
+from ...errors import EncoderError, RecordRejected, ResourceError
 from ..encoders.loading import Encoders
 from ..encoders.pretrained import is_finite
 from ..encoders.vae import ImageEncoder

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...datasets.units import readable_time
+from ...units import readable_time
 
 READ, DECODE, ENCODE, TEXT, WRITE = "read", "decode", "encode", "text", "write"
 LOAD, PLAN, CHECK = "load", "plan", "check"  # before the stages; a plan includes its self-check

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...datasets.errors import RecordRejected
 from ...datasets.format.row_layout import LATENTS, MASK
 from ...datasets.format.schema import LOGVAR_RANGE, LatentSpec
 from ...datasets.format.token_dtypes import StoredTokens, narrow, narrow_latents, quality
+from ...errors import RecordRejected
 from ..encoders.loading import Encoders
 from ..encoders.pretrained import encode_if_it_fits
 from ..encoders.vae import ImageEncoder

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...datasets.disk.spill import TakenColumn
-from ...datasets.errors import RecordRejected
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.crops import variant_draws
 from ...datasets.format.layout import Part
@@ -16,6 +15,7 @@ from ...datasets.format.row_layout import LATENTS, MASK
 from ...datasets.format.schema import ImageSpec
 from ...datasets.format.table_schemas import PLACES
 from ...datasets.revisions.plan import FrozenPlan
+from ...errors import RecordRejected
 from ..images.decoders import Decoded, Decoders
 from ..images.pixels import color_of
 from ..sources.source import OpenedSource

@@ -13,9 +13,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute
 
-from ...datasets.errors import RecordRejected, SourceError
 from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.revisions.writer import StoreWriter
+from ...errors import RecordRejected, SourceError
 from ..config import SourceSection
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them

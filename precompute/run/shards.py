@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...datasets.errors import EncoderError, RecordRejected
 from ...datasets.format.layout import Part, Task
 from ...datasets.format.schema import Fallback, Reject, TextSpec
 from ...datasets.format.table_schemas import REJECTED, STORED
@@ -21,6 +20,7 @@ from ...datasets.format.token_dtypes import is_storable, narrow, quality
 from ...datasets.revisions.commits import new_results, nonfinite_caption
 from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.revisions.writer import row_checksum
+from ...errors import EncoderError, RecordRejected
 from ..encoders.text.encoder import CaptionEncoder, EncodedCaptions
 from ..encoders.text.tokenizer import of_table
 from ..images.decoders import Decoded

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...datasets.disk.strays import sweep_strays
-from ...datasets.errors import ResourceError, SourceError
 from ...datasets.format.layout import COMMITS, Task, is_image_task, revision_prefix
 from ...datasets.format.schema import Manifest
 from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.revisions.writer import StoreWriter
-from ...datasets.units import readable_size
+from ...errors import ResourceError, SourceError
+from ...units import readable_size
 from ..config import SourceSection
 from ..encoders.loading import Encoders
 from ..encoders.text.encoder import CaptionEncoder, TokenCount

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...datasets.errors import SourceError
+from ...errors import SourceError
 from ..config import SourceSection
 
 COCO = "coco"  # a manifest that is a list of COCO's captions, whose columns have fixed names

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...datasets.errors import SourceError
+from ...errors import SourceError
 from ..config import SourceSection
 from .files.files import SourceFiles
 from .files.folders import has_sidecars

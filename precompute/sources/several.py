@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
-from ...datasets.errors import RecipeError, SourceError
+from ...errors import RecipeError, SourceError
 from ..config import SourceSection
 from .files.ignored import Ignored
 from .listing.classes import names_of_classes, read_class_names

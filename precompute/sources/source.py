@@ -19,8 +19,8 @@ import pyarrow.compute
 
 from ...datasets.disk.faults import is_fault
 from ...datasets.disk.hashing import sha256_of
-from ...datasets.errors import RecordRejected, SourceError
-from ...datasets.units import plural
+from ...errors import RecordRejected, SourceError
+from ...units import plural
 from ..config import Kind, SourceSection
 from ..images.decoder_child import HEADER_BYTES
 from ..images.decoders import ImagePlace

@@ -20,10 +20,10 @@ from page_reader import PageReader
 from stores import Everything
 
 from leandit.datasets.batches.batch import Batch
-from leandit.datasets.errors import StoreError
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.store import LatentStore
+from leandit.errors import StoreError
 
 Make = Callable[[pytest.FixtureRequest, Path], Path]
 

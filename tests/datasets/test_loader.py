@@ -23,13 +23,13 @@ from torch.utils.data import DataLoader
 from leandit.datasets.batches.batch import Batch
 from leandit.datasets.batches.latents import draw_keys, final_latents
 from leandit.datasets.batches.reader import BatchReader
-from leandit.datasets.errors import RecipeError, RunError
 from leandit.datasets.format.schema import Decoding
 from leandit.datasets.loader import BatchStream, make_loader
 from leandit.datasets.order.batch_plan import BatchPlan
 from leandit.datasets.order.filters import RecordFilter
 from leandit.datasets.order.mixture import Mixture, Stages
 from leandit.datasets.store import LatentStore
+from leandit.errors import RecipeError, RunError
 
 GLOBAL_BATCH = 4
 

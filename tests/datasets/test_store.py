@@ -14,7 +14,11 @@ import pytest
 from faults import flip, without_seal
 from making import caption_recipe, cut, encode, make_caption_folder, set_json, tree_digest
 
-from leandit.datasets.errors import (
+from leandit.datasets.format.buckets import bucket_size
+from leandit.datasets.loader import make_loader
+from leandit.datasets.maintenance.verify import verify_store
+from leandit.datasets.store import LatentStore
+from leandit.errors import (
     DamageError,
     FormatVersionError,
     LeanditError,
@@ -24,10 +28,6 @@ from leandit.datasets.errors import (
     StoreWarning,
     UnknownKey,
 )
-from leandit.datasets.format.buckets import bucket_size
-from leandit.datasets.loader import make_loader
-from leandit.datasets.maintenance.verify import verify_store
-from leandit.datasets.store import LatentStore
 
 MOMENTS = "buckets/64x64/moments/c/0/0/0/0"
 OWN = "revisions/000001/"

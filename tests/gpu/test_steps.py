@@ -9,7 +9,7 @@ import torch
 from tiny_steps import BUCKETS, FULL, KINDS, LEFTOVER, LENGTHS, LIMIT, RECIPES, TinySteps
 from torch._dynamo.utils import counters
 
-from leandit.datasets.errors import RecipeError
+from leandit.errors import RecipeError
 from leandit.train.optim.precision import LEAST_CAPABILITY, LossScale
 from leandit.train.weights.checkpoint import EMA, MODEL, OPTIMIZER
 

@@ -15,10 +15,10 @@ import pytest
 import typer
 from making import CPU, TRAIN_RECIPE, all_commands
 
-from leandit.datasets.recipe import Section
 from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.importing.recipe import ImportRecipe
+from leandit.recipe import Section
 from leandit.tools.cli.commands import app
 from leandit.tools.cli.recipe_keys import recipe_keys
 from leandit.tools.cli.verbs.start import recipes

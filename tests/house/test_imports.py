@@ -13,7 +13,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from repository import MODULES, ROOMS, ROOT, name_of, parsed
+from repository import MODULES, ROOMS, ROOT, SHARED, name_of, parsed
 from runs import make_run
 
 import leandit
@@ -104,10 +104,13 @@ def test_the_readme_lists_the_folders_of_a_room(room: str) -> None:
 
 
 def test_each_room_imports_only_those_below_it() -> None:
+    shared = {path.name for path in SHARED}
     for room, below in BELOW.items():
         rooms = {name_of(path): {name_of(it).split("/")[0] for it in imports_of(path)} for path in modules_of(room)}
-        assert {name: found - below for name, found in rooms.items() if found - below - {room}} == {}
-        assert set().union(*rooms.values()) - {room} == below  # so that an empty scan is no success
+        assert {name: found - below for name, found in rooms.items() if found - below - {room} - shared} == {}
+        assert set().union(*rooms.values()) - {room} - shared == below  # so that an empty scan is no success
+    for path in SHARED:
+        assert {name_of(it) for it in imports_of(path)} <= shared
 
 
 def modules_of(room: str) -> list[Path]:

@@ -47,13 +47,13 @@ from tiny_models import make_dinov2, save_qwen3
 
 from leandit.datasets.arrays.shard_file import ShardFile
 from leandit.datasets.disk.hashing import read_json, sha256_of
-from leandit.datasets.errors import DamageError, EncoderError, LeanditError, RunError, SourceError, StoreError
 from leandit.datasets.format.schema import CommitRecord, LocalFile, Manifest
 from leandit.datasets.format.table_schemas import CAPTIONS_SCHEMA, PLACES, PLAN_SCHEMA, RECORDS_SCHEMA
 from leandit.datasets.format.tables import map_parquet, parquet_file
 from leandit.datasets.format.zarr_shard import CODECS, ArrayLayout
 from leandit.datasets.revisions.catalog import file_entry
 from leandit.datasets.store import LatentStore
+from leandit.errors import DamageError, EncoderError, LeanditError, RunError, SourceError, StoreError
 from leandit.precompute.config import FeatureSection, TextSection, VaeSection
 from leandit.precompute.encoders.model_files import local_folder
 from leandit.precompute.encoders.text.encoder import CaptionEncoder

@@ -37,7 +37,6 @@ from tiny_models import make_dinov2
 
 from leandit.datasets.batches.latents import normalise
 from leandit.datasets.batches.reader import BatchReader
-from leandit.datasets.errors import FingerprintMismatch, RecipeError, SourceError, UnknownKey
 from leandit.datasets.format.buckets import bucket_size
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.compact import compact
@@ -45,6 +44,7 @@ from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.order.batch_plan import BatchPlan
 from leandit.datasets.order.mixture import Mixture
 from leandit.datasets.store import LatentStore
+from leandit.errors import FingerprintMismatch, RecipeError, SourceError, UnknownKey
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.encoders.loading import load_encoders
 from leandit.precompute.images.pixels import decode_image

@@ -12,8 +12,8 @@ from faults import flip, without_seal
 from making import add_image, caption_recipe, smooth_image, store_digest, tree_digest
 from stores import copy_of
 
-from leandit.datasets.errors import DamageError
 from leandit.datasets.store import LatentStore
+from leandit.errors import DamageError
 from leandit.precompute.pipeline import Report
 
 PLAN = "revisions/000001/plan"

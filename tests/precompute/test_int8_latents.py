@@ -13,10 +13,10 @@ from PIL import Image
 from stores import deep
 
 from leandit.datasets.batches.latents import final_latents, mean_latents
-from leandit.datasets.errors import RecipeError
 from leandit.datasets.format.token_dtypes import narrow_latents, widen_latents
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.store import LatentStore
+from leandit.errors import RecipeError
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.tools.inspection.images import LatentDecoder
 from leandit.tools.inspection.store_facts import describe_record

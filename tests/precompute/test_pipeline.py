@@ -29,8 +29,8 @@ from making import (
 from PIL import Image
 from stores import content
 
-from leandit.datasets.errors import DamageError, SourceError, StoreError
 from leandit.datasets.store import LatentStore
+from leandit.errors import DamageError, SourceError, StoreError
 from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.encoders.model_files import local_folder

@@ -12,10 +12,10 @@ from making import caption_recipe, encode, smooth_image, store_digest, tree_dige
 from stores import ImageSource, checked, copy_of, deep, files_of, make_added, make_grown, make_plain, small_shards
 
 from leandit.datasets.disk.files import TEMPORARY_PREFIX
-from leandit.datasets.errors import FingerprintMismatch, RecipeError, StoreError
 from leandit.datasets.format.layout import commit_path
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.store import LatentStore
+from leandit.errors import FingerprintMismatch, RecipeError, StoreError
 
 FIRST = "revisions/000001/"
 

@@ -25,10 +25,10 @@ from stores import copy_of
 
 from leandit.datasets.batches.captions import Captions
 from leandit.datasets.batches.latents import denormalise
-from leandit.datasets.errors import RecipeError
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.store import LatentStore
+from leandit.errors import RecipeError
 from leandit.precompute.pipeline import Report
 from leandit.train.models.conditioning import Conditioner
 from leandit.train.run.evaluation.decoding import Decoding

@@ -26,7 +26,11 @@ from stores import content, small_shards
 from tiny_models import make_dinov2, save_clip
 
 from leandit.datasets.disk import files
-from leandit.datasets.errors import (
+from leandit.datasets.loader import make_loader
+from leandit.datasets.maintenance.compact import compact
+from leandit.datasets.maintenance.verify import verify_store
+from leandit.datasets.store import LatentStore
+from leandit.errors import (
     EncoderError,
     FingerprintMismatch,
     RecipeError,
@@ -34,10 +38,6 @@ from leandit.datasets.errors import (
     StoreError,
     UnknownKey,
 )
-from leandit.datasets.loader import make_loader
-from leandit.datasets.maintenance.compact import compact
-from leandit.datasets.maintenance.verify import verify_store
-from leandit.datasets.store import LatentStore
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.encoders.loading import load_encoders
 from leandit.tools.inspection.store_facts import StoreFacts

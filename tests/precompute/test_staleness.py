@@ -26,8 +26,8 @@ from making import (
 )
 from PIL import Image
 
-from leandit.datasets.errors import FingerprintMismatch
 from leandit.datasets.store import LatentStore
+from leandit.errors import FingerprintMismatch
 from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.encoders import loading, model_files

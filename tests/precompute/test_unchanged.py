@@ -24,8 +24,8 @@ from making import (
 from safetensors.torch import load_file, save_file
 from stores import copy_of
 
-from leandit.datasets.errors import DamageError
 from leandit.datasets.store import LatentStore
+from leandit.errors import DamageError
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.encoders.model_files import local_folder
 from leandit.precompute.unchanged import unchanged

@@ -26,9 +26,9 @@ from stores import read_all
 
 from leandit.datasets.disk import files
 from leandit.datasets.disk.files import EXIT_DIED, Failpoint
-from leandit.datasets.errors import LeanditError
 from leandit.datasets.format.table_schemas import STORED
 from leandit.datasets.revisions.writer import StoreWriter, row_checksum
+from leandit.errors import LeanditError
 from leandit.precompute.config import PrecomputeRecipe
 
 EXIT_REFUSED, EXIT_WRONG = 40, 42  # of a child: an error of ours, wrong numbers

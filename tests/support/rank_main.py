@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from leandit.datasets.batches.batch import Batch
-from leandit.datasets.errors import LeanditError
+from leandit.errors import LeanditError
 from leandit.train import loop
 from leandit.train.loop import train
 from leandit.train.metrics.history import StepReport

@@ -8,7 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("datasets", "precompute", "train", "tools")
-MODULES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+SHARED = [ROOT / f"{name}.py" for name in ("effects", "errors", "recipe", "units")]  # what every room imports
+MODULES = [*SHARED, *(path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))]
 
 
 def name_of(path: Path) -> str:

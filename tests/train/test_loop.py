@@ -20,8 +20,8 @@ from making import CPU, encode, label_recipe, make_class_folder, no_progress, sm
 from ranks import start_ranks
 from runs import bits, lines
 
-from leandit.datasets.errors import DamageError, RunError, StoreError, StoreIncomplete
 from leandit.datasets.store import LatentStore
+from leandit.errors import DamageError, RunError, StoreError, StoreIncomplete
 from leandit.precompute.pipeline import precompute
 from leandit.train import loop
 from leandit.train import step as step_module

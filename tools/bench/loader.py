@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 
 from ...datasets.arrays.sharded_array import ShardedArray
-from ...datasets.errors import ResourceError
 from ...datasets.loader import make_loader
 from ...datasets.order.batch_plan import BatchPlan, PlannedBatch
 from ...datasets.order.filters import Selection
 from ...datasets.store import LatentStore
-from ...datasets.units import readable_size
+from ...errors import ResourceError
+from ...units import readable_size
 from ..terminal.text import Rows
 
 THREADS = 2  # that read ahead from the disk, as in a training run; warm, both sides read in this thread

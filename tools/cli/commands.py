@@ -20,7 +20,7 @@ from typer import Option
 
 from ... import __version__
 from ...datasets.disk.faults import fault_of, is_fault
-from ...datasets.errors import LeanditError, RecipeError, StoreWarning
+from ...errors import LeanditError, RecipeError, StoreWarning
 from ...train.parallel.stop import EXIT_CTRL_C, StopRequest, Terminated, message_of_rank, record_error
 from ..terminal.text import QUIET, printable, show_decisions
 from .options import print_error

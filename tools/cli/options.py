@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 import typer
 from typer import Argument, Option
 
-from ...datasets.errors import RecipeError
+from ...errors import RecipeError
 from ..terminal.text import is_quiet, printable
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def local_input(help: str, *names: str) -> Any:
 
 def complete_recipe(context: typer.Context, incomplete: str) -> list[str]:
     """Shipped recipes that a shell offers: of the stage that the command is for; of both where it lists them."""
-    from ...datasets.recipe import STAGES, shipped_recipes
+    from ...recipe import STAGES, shipped_recipes
 
     stages = {"precompute": STAGES[:1], "recipes": STAGES}.get(context.info_name or "", STAGES[1:])
     names = {name for stage in stages for name in shipped_recipes(f"leandit.{stage}")}

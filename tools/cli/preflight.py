@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...datasets.disk.hashing import read_json
-from ...datasets.errors import DamageError, RecipeError, RunError, SourceError
 from ...datasets.format.layout import GROUP
+from ...errors import DamageError, RecipeError, RunError, SourceError
 from ...train.weights.folders import SNAPSHOT, STATE, find, is_run
 from ..sample.request import INCEPTION
 from .options import is_url

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel
 
-from ...datasets.recipe import UNNAMED
+from ...recipe import UNNAMED
 
 MODELS = {
     "precompute": ("precompute.config", "PrecomputeRecipe"),

@@ -18,7 +18,6 @@ from ...datasets.disk.files import write_atomic
 from ...datasets.disk.hashing import canonical_json
 from ...datasets.order.slices import spread
 from ...datasets.store import LatentStore
-from ...datasets.units import readable_size, readable_time
 from ...precompute import config as precompute_config
 from ...precompute.pipeline import precompute
 from ...train import config as train_config
@@ -26,6 +25,7 @@ from ...train.loop import StopRequest, train
 from ...train.metrics.history import StepReport
 from ...train.sampling.snapshot import load_snapshot
 from ...train.weights import folders
+from ...units import readable_size, readable_time
 from ..inspection.images import Cell, LatentDecoder, choose_records, draw_sheet, store_sheet
 from ..inspection.store_facts import StoreFacts
 from ..inspection.store_text import render

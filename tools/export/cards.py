@@ -17,11 +17,11 @@ from markupsafe import Markup
 from ... import __version__
 from ...datasets.format.layout import CAPTIONS, RECORDS, revision_prefix
 from ...datasets.maintenance.portable import StoreFiles
-from ...datasets.recipe import values_to_toml
 from ...datasets.revisions.local import portable, read_local, whole_spec
 from ...datasets.store import LatentStore
-from ...datasets.units import readable_size
+from ...recipe import values_to_toml
 from ...train.techniques.registry import ObjectiveSection
+from ...units import readable_size
 from ..inspection.store_facts import StoreFacts
 from ..terminal.text import printable
 from .hub import HubRepository

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from ...datasets.disk.hashing import canonical_json
-from ...datasets.errors import RunError
 from ...datasets.format.schema import LatentSpec
 from ...datasets.order.alike import raw_scale_and_shift
+from ...errors import RunError
 from ...precompute.encoders.autoencoders import FAMILIES as AUTOENCODERS
 from ...precompute.encoders.model_files import CONFIG, VAE_WEIGHTS, read_config, read_weight, weight_files
 from ...train.models.diffusers.model import Normalisation

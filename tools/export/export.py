@@ -20,10 +20,10 @@ from ...datasets.disk.files import write_folder
 from ...datasets.disk.hashing import canonical_json, read_json
 from ...datasets.disk.strays import sweep_strays
 from ...datasets.disk.weight_files import index_name, weight_names
-from ...datasets.errors import EncoderError, RecipeError, RunError
 from ...datasets.format.schema import UNKNOWN
-from ...datasets.recipe import parse_stored
+from ...errors import EncoderError, RecipeError, RunError
 from ...precompute.encoders.model_files import TEXT_WEIGHTS, VAE_WEIGHTS, weight_files
+from ...recipe import parse_stored
 from ...train.models.build import FAMILIES, family_of
 from ...train.models.diffusers.adapters import ADAPTER, UP
 from ...train.models.diffusers.model import DiffusersModel

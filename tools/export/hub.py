@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from ...datasets.disk.hashing import xxh3_file
-from ...datasets.errors import DamageError, RecipeError, StoreError
 from ...datasets.remote.failures import is_not_allowed, lasts, library_errors, one_line, status_code
+from ...errors import DamageError, RecipeError, StoreError
 
 ATTEMPTS = 6  # of a request; huggingface_hub also repeats some of its own
 FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 1.0, 30.0

@@ -17,16 +17,16 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from ...datasets.disk.hashing import canonical_json, sha256_of
-from ...datasets.errors import DamageError, RecipeError, RunError, StoreError, StoreIncomplete
 from ...datasets.format.layout import MANIFEST, RECORDS, REVISIONS
 from ...datasets.maintenance.findings import HARMLESS
 from ...datasets.maintenance.portable import portable_files
 from ...datasets.maintenance.verify import verify_store
-from ...datasets.recipe import values_to_toml
 from ...datasets.revisions.local import without_local_folders
 from ...datasets.store import LatentStore
-from ...datasets.units import readable_size
+from ...errors import DamageError, RecipeError, RunError, StoreError, StoreIncomplete
+from ...recipe import values_to_toml
 from ...train.weights.folders import METRICS, RECIPE, is_run
+from ...units import readable_size
 from ..terminal.text import Rows, printable
 from .cards import CARD, MARK, Terms, model_card, store_card
 from .hub import HubRepository, OutgoingFile

@@ -13,19 +13,19 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image, ImageDraw, ImageFont
 
-from ...datasets.errors import EncoderError, RecordRejected, StoreError
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.schema import LatentSpec
 from ...datasets.format.token_dtypes import widen_latents
 from ...datasets.order.slices import spread
-from ...datasets.recipe import parse_stored
 from ...datasets.revisions.local import vae_of
 from ...datasets.store import LatentStore
+from ...errors import EncoderError, RecordRejected, StoreError
 from ...precompute.config import SourceSection, VaeSection
 from ...precompute.images.decoders import Decoders
 from ...precompute.images.pixels import color_of, max_megapixels_of
 from ...precompute.planning.compare import DUPLICATE
 from ...precompute.sources.several import SourcePaths, list_sources
+from ...recipe import parse_stored
 from ..terminal.text import printable
 from .store_facts import StoreFacts
 

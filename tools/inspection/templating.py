@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from ...datasets.units import plural, readable_size, readable_time
+from ...units import plural, readable_size, readable_time
 from ..terminal.text import printable
 
 TEMPLATES = Path(__file__).parent / "templates"

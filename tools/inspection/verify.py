@@ -9,14 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...datasets.errors import RecipeError
 from ...datasets.format.schema import StoreSpec
 from ...datasets.maintenance.findings import HARMLESS
 from ...datasets.maintenance.verify import Verification, verify_store
 from ...datasets.revisions.catalog import sealed_revisions
 from ...datasets.revisions.plan import read_spec
-from ...datasets.units import plural, readable_size, readable_time
+from ...errors import RecipeError
 from ...precompute.run.clock import Progress
+from ...units import plural, readable_size, readable_time
 from ..terminal.text import printable
 
 if TYPE_CHECKING:
@@ -118,7 +118,6 @@ def loaded_runner(store: Path, source: SourcePaths, device: Any, overrides: list
 
     Raises: FingerprintMismatch: other encoders made the newest revision.
     """
-    from ...datasets.recipe import parse_with_overrides, split_unknown
     from ...datasets.revisions.local import openable
     from ...precompute.config import PrecomputeRecipe
     from ...precompute.encoders.loading import describe_store, load_encoders
@@ -128,6 +127,7 @@ def loaded_runner(store: Path, source: SourcePaths, device: Any, overrides: list
     from ...precompute.planning.opening import check_fingerprint
     from ...precompute.run.tasks import Runner
     from ...precompute.sources.several import list_sources
+    from ...recipe import parse_with_overrides, split_unknown
 
     spec = _newest_spec(store)
     stored, _ = split_unknown(PrecomputeRecipe, openable(spec, store).recipe)  # perhaps of another release

@@ -11,16 +11,14 @@ from shutil import disk_usage
 import torch
 
 from ...datasets.disk.files import files_below
-from ...datasets.errors import RecipeError, SourceError
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.class_names import ClassNames
 from ...datasets.format.schema import StoreSpec
-from ...datasets.recipe import to_toml
 from ...datasets.revisions.catalog import sealed_revisions
 from ...datasets.revisions.commits import missing_work, read_commit
 from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.store import LatentStore
-from ...datasets.units import plural, readable_size
+from ...errors import RecipeError, SourceError
 from ...precompute.config import PrecomputeRecipe
 from ...precompute.encoders.loading import describe_store, load_encoders
 from ...precompute.encoders.model_files import local_folder, model_folder, model_name
@@ -37,6 +35,7 @@ from ...precompute.planning.opening import (
 from ...precompute.planning.planner import Planner
 from ...precompute.run.rejects import count_reasons
 from ...precompute.sources.several import SourcePaths, list_sources
+from ...recipe import to_toml
 from ...train.config import TrainRecipe, notes
 from ...train.data_recipe import Turn
 from ...train.metrics.flops import shortened
@@ -46,6 +45,7 @@ from ...train.parallel.deepspeed_engine import apply_ds_config
 from ...train.parallel.ranks import read_ranks
 from ...train.run.fit import model_for_stores
 from ...train.run.manifest import open_stores
+from ...units import plural, readable_size
 from ..terminal.outcome import change_rows, computed_precision
 from ..terminal.progress import ProgressLine
 from ..terminal.text import Rows

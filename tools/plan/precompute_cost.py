@@ -21,10 +21,9 @@ import pyarrow.compute as pc
 import torch
 
 from ...datasets.disk.files import files_below
-from ...datasets.errors import ResourceError
 from ...datasets.format.zarr_shard import ArrayLayout
 from ...datasets.revisions.plan import FrozenPlan
-from ...datasets.units import plural, readable_size, readable_time
+from ...errors import ResourceError
 from ...precompute.config import PrecomputeRecipe
 from ...precompute.encoders.loading import Encoders
 from ...precompute.images.decoders import Decoders
@@ -37,6 +36,7 @@ from ...precompute.sharing.leases import ALL_SHARDS
 from ...precompute.sources.files.record import SourceRecord
 from ...precompute.sources.listing.listing import record_batches, spool
 from ...precompute.sources.source import Source
+from ...units import plural, readable_size, readable_time
 from ..terminal.text import Rows
 
 PROBE_RECORDS = 64  # that are encoded to measure

@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...datasets.units import readable_time
 from ...train.metrics.gpus import Gpu
+from ...units import readable_time
 from ..terminal.text import aligned
 
 MATMUL_SHARE = 0.78  # of the peak, that matrix products reach; fitted

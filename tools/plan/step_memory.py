@@ -20,8 +20,8 @@ from typing import Annotated
 import numpy as np
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 
-from ...datasets import errors
-from ...datasets.errors import LeanditError
+from ... import errors
+from ...errors import LeanditError
 from ...train.config import ParallelSection
 from ...train.objectives.losses import GROUP
 from .workload import TrainingWorkload

@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from ...datasets.disk.files import write_atomic
-from ...datasets.errors import LeanditError
+from ...errors import LeanditError
 from ...train.metrics.flops import latent_size_of
 from ...train.models.diffusers.adapters import trained_parameters
 from ...train.optim.state import is_sharded

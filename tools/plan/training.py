@@ -12,13 +12,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ...datasets.errors import RecipeError
-from ...datasets.units import plural, readable_size, readable_time
+from ...errors import RecipeError
 from ...train.config import TrainRecipe
 from ...train.metrics.flops import meta_model, shortened
 from ...train.metrics.gpus import GPUS, Gpu, gpu_by_name
 from ...train.metrics.history import read_history
 from ...train.weights.folders import METRICS
+from ...units import plural, readable_size, readable_time
 from ..terminal.text import aligned
 from .scaling import (
     GPUS_PER_MACHINE,

@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ...datasets.disk.files import remove, write_atomic
-from ...datasets.errors import DamageError, EncoderError, LeanditError
 from ...datasets.format.schema import LatentSpec
+from ...errors import DamageError, EncoderError, LeanditError
 from ...train.run.evaluation.decoding import IMAGE, LATENTS, grid_files
 from ..inspection.images import EDITED, Cell, LatentDecoder, draw_sheet
 from .sample import png_bytes

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from ...datasets.disk.files import write_atomic
-from ...datasets.errors import DamageError, SourceError
+from ...errors import DamageError, SourceError
 from ...precompute.importing.untrusted import MAX_HEADER, ZIP_ERRORS, npy_header
 
 DTYPES = ("uint8", "int32", "int64", "float32", "float64")

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from ...datasets.disk.hashing import xxh3_parts
-from ...datasets.errors import RecipeError
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.class_names import imagenet_names
+from ...errors import RecipeError
 from ...precompute import config as precompute_config
 from ...precompute.config import PrecomputeRecipe
 from ...precompute.encoders.loading import describe_store, load_encoders

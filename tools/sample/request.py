@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from typer import Option
 
-from ...datasets.errors import RecipeError
 from ...datasets.format.class_names import ClassNames
+from ...errors import RecipeError
 
 DEFAULT_COUNT = 16
 LARGEST_GRID = 256  # images; a larger number becomes a set of files

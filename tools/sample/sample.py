@@ -18,8 +18,8 @@ from PIL import Image
 from ...datasets.disk.files import write_atomic
 from ...datasets.disk.hashing import canonical_json, read_json
 from ...datasets.disk.strays import sweep_strays
-from ...datasets.errors import DamageError, RunError
 from ...datasets.format.buckets import bucket_size
+from ...errors import DamageError, RunError
 from ...precompute.run.clock import Progress
 from ...train.parallel.ranks import ALONE, Ranks
 from ..inspection.images import COLUMNS, EDITED, Cell, draw_sheet

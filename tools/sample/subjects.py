@@ -16,19 +16,19 @@ import torch
 
 from ...datasets.batches.captions import Captions as PackedCaptions
 from ...datasets.batches.captions import caption_of, captions_of
-from ...datasets.errors import EncoderError, LeanditError, RunError
 from ...datasets.format.schema import UNKNOWN
 from ...datasets.order.shuffle import keyed_hash
 from ...datasets.order.slices import spread
-from ...datasets.recipe import parse_stored
 from ...datasets.revisions.catalog import read_manifest, sealed_revisions
 from ...datasets.revisions.local import encoder_section, vae_of
 from ...datasets.store import LatentStore
+from ...errors import EncoderError, LeanditError, RunError
 from ...precompute.config import TextSection
 from ...precompute.encoders.model_files import nothing_fetched
 from ...precompute.encoders.text.encoder import CaptionEncoder
 from ...precompute.encoders.text.instructions import instruction_text
 from ...precompute.encoders.text.tokenizer import CAPTION, CaptionTokenizer
+from ...recipe import parse_stored
 from ...train.models.conditioning import Conditioning
 from ...train.run.evaluation.grids import EditRecords
 from ...train.run.manifest import StoreRead, read_run_manifest, reopen_store, store_place

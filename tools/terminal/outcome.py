@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...datasets.disk.hashing import read_json
-from ...datasets.errors import RecipeError
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.class_names import ClassNames
-from ...datasets.units import plural, readable_time
+from ...errors import RecipeError
 from ...precompute.run.bottleneck import DECODE, ENCODE, advice, before_stages, bound_by
 from ...train.weights.folders import SNAPSHOT, STATE, find, knows_null
+from ...units import plural, readable_time
 from .text import Rows, is_quiet, printable
 
 if TYPE_CHECKING:  # they load torch, or take half of a second
@@ -155,7 +155,7 @@ def after_store(store: Path, recipe: str = "") -> list[Command]:
     Args:
       recipe: name or path of the precompute recipe that made it, whose ``about.trains`` names train recipes.
     """
-    from ...datasets.recipe import about_recipe
+    from ...recipe import about_recipe
 
     trains: list[str] = []
     with contextlib.suppress(RecipeError):  # an import has none, and a file may have changed meanwhile

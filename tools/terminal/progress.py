@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ...datasets.units import readable_time
 from ...precompute.run.clock import REJECTED
+from ...units import readable_time
 from .text import is_quiet
 
 if TYPE_CHECKING:  # torch takes a second to import

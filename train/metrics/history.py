@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from ...datasets.errors import DamageError
+from ...errors import DamageError
 from ..weights.folders import METRICS, STARTS
 
 NUM_BANDS, NUM_TIMES = 10, 8  # equal parts of the way from data to noise: of the training loss, of the held-out loss

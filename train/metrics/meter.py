@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...datasets.batches.batch import Batch
-from ...datasets.errors import RunError
 from ...datasets.format.schema import LatentSpec
 from ...datasets.store import LatentStore
+from ...errors import RunError
 from ..models.spec import ModelSpec
 from ..optim.precision import SMALLEST_SCALE, LossScale, autocast_dtype
 from ..parallel.ranks import Ranks, all_gather

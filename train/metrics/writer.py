@@ -18,7 +18,7 @@ import torch
 
 from ... import __version__
 from ...datasets.disk.files import write_atomic
-from ...datasets.errors import RunError, needs_extra
+from ...errors import RunError, needs_extra
 from ..config import TrainRecipe
 from ..parallel.ranks import Ranks, choose_strategy
 from ..weights.folders import METRICS, STARTS

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ...datasets.errors import RecipeError
 from ...datasets.format.schema import LatentSpec
 from ...datasets.order.shuffle import keyed_hash
+from ...errors import RecipeError
 from .diffusers.adapters import add_adapters
 from .diffusers.flux1 import Flux1
 from .diffusers.flux2 import Flux2

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...datasets.errors import needs_extra
+from ...errors import needs_extra
 from ..config import OptimizerSection, ScheduleSection
 from ..models.roles import Role, parameter_roles
 from .came import Came

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...datasets.errors import RunError
+from ...errors import RunError
 from ..weights import checkpoint
 from ..weights.checkpoint import AVERAGE, EMA, MODEL, NULL_CAPTION, SNAPSHOT, CheckpointDamage, Saved
 from .ema import Power

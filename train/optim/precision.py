@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...datasets.errors import RecipeError
+from ...errors import RecipeError
 from ..config import TrainRecipe
 from ..models.build import Denoiser, has_convolutions
 from ..models.roles import layers_of

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from ...datasets.errors import RecipeError
-from ...datasets.recipe import flatten
+from ...errors import RecipeError
+from ...recipe import flatten
 from ..config import ParallelSection, TrainRecipe
 
 AUTO = (None, "auto")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from ...datasets.errors import RecipeError, needs_extra
+from ...errors import RecipeError, needs_extra
 from ..config import TrainRecipe
 from ..models.build import Denoiser
 from ..optim.build import build_optimizer

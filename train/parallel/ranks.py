@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ...datasets.disk.hashing import sha256_of
-from ...datasets.errors import LeanditError, RecipeError, ResourceError, RunError
+from ...errors import LeanditError, RecipeError, ResourceError, RunError
 from ..config import ParallelSection
 
 Value = TypeVar("Value")

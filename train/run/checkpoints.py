@@ -20,8 +20,8 @@ from torch import Tensor
 from ...datasets.disk.files import write_atomic
 from ...datasets.disk.hashing import canonical_json
 from ...datasets.disk.strays import sweep_strays
-from ...datasets.errors import DamageError, RunError
-from ...datasets.recipe import to_toml
+from ...errors import DamageError, RunError
+from ...recipe import to_toml
 from ..config import RunSection, TrainRecipe
 from ..models.spec import ModelSpec
 from ..optim.ema import build_rules, first_share

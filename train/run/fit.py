@@ -9,12 +9,12 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ...datasets.errors import RecipeError, RunError
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.schema import LatentSpec, StoreSpec, TextEncoder
 from ...datasets.order.alike import check_alike, store_names
-from ...datasets.recipe import shipped_recipes
 from ...datasets.store import LatentStore
+from ...errors import RecipeError, RunError
+from ...recipe import shipped_recipes
 from ..config import TrainRecipe
 from ..models.build import (
     FAMILIES,

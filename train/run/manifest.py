@@ -17,12 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ...datasets.disk.files import TEMPORARY_PREFIX
 from ...datasets.disk.hashing import read_json
 from ...datasets.disk.locks import release_lock, try_lock
-from ...datasets.errors import DamageError, RecipeError, RunError, StoreError
 from ...datasets.format.layout import REMOTE_ABOUT
 from ...datasets.format.schema import LatentStatistics
 from ...datasets.remote.reader import redact_url
 from ...datasets.revisions.catalog import planned_revisions, sealed_revisions, unsealed
 from ...datasets.store import LatentStore
+from ...errors import DamageError, RecipeError, RunError, StoreError
 from ..config import RunSection, TrainRecipe
 from ..data_recipe import StoreSection
 from ..models.spec import ModelSpec

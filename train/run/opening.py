@@ -12,9 +12,9 @@ import torch
 
 from ... import __version__
 from ...datasets.disk.hashing import sha256_of
-from ...datasets.errors import RecipeError, RunError
-from ...datasets.recipe import flatten
 from ...datasets.store import LatentStore
+from ...errors import RecipeError, RunError
+from ...recipe import flatten
 from ..config import TrainRecipe
 from ..metrics.flops import meta_model, shortened
 from ..metrics.writer import check_wandb

@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
-from ...datasets.errors import RecipeError, RunError
-from ...datasets.recipe import flatten, split_unknown
+from ...errors import RecipeError, RunError
+from ...recipe import flatten, split_unknown
 from ..config import TrainRecipe
 
 DECAYING = {"linear", "cosine"}  # kinds of schedules that end at the last step

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ...datasets.batches.batch import Batch
-from ...datasets.errors import RecipeError, RunError
 from ...datasets.format.schema import EncoderIdentity, FeatureSpec, LatentSpec, LatentStatistics, StoreSpec
 from ...datasets.loader import BatchLoader
 from ...datasets.revisions.local import encoder_section, vae_of
 from ...datasets.store import LatentStore
+from ...errors import RecipeError, RunError
 from ..config import TrainRecipe
 from ..models.blocks import checkpoint_blocks, compile_blocks
 from ..models.build import build_model, patch_of

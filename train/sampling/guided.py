@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...datasets.errors import RecipeError
 from ...datasets.order.shuffle import keyed_hash
+from ...errors import RecipeError
 from ..data_recipe import SampleGuidance, SampleShift
 from ..models.build import FAMILIES, family_of, patch_of, takes_guidance
 from ..models.conditioning import Conditioner, Conditioning, Extras

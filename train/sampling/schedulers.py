@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...datasets.errors import RecipeError
+from ...errors import RecipeError
 from ..data_recipe import SampleShift
 from ..models.spec import ModelSpec
 from ..objectives.losses import BETA_END, BETA_START, TRAIN_STEPS

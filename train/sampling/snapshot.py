@@ -11,11 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...datasets.errors import RunError
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.class_names import ClassNames
 from ...datasets.format.schema import LatentSpec, TextSpec
-from ...datasets.recipe import parse_stored
+from ...errors import RunError
+from ...recipe import parse_stored
 from ..models.blocks import compile_blocks
 from ..models.build import Denoiser, build_model
 from ..models.conditioning import Conditioner, null_length

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...datasets.recipe import Count, Positive, Section
+from ...recipe import Count, Positive, Section
 from .technique import Technique, is_active
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from ...datasets.effects import Condition
-from ...datasets.errors import RecipeError
-from ...datasets.recipe import Count
+from ...effects import Condition
+from ...errors import RecipeError
+from ...recipe import Count
 from ..data_recipe import Objective
 from .technique import Technique, Weight
 

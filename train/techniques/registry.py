@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...datasets.recipe import Section
+from ...recipe import Section
 from ..data_recipe import Objective
 from . import (
     contrastive,

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from ...datasets.effects import Condition
-from ...datasets.errors import RecipeError
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.schema import FeatureSpec, Name, StoreSpec
-from ...datasets.recipe import Positive, Section, Share
+from ...effects import Condition
+from ...errors import RecipeError
+from ...recipe import Positive, Section, Share
 from .alignment import Alignment, AlignmentKeys
 from .technique import Draw, Technique, Weight
 

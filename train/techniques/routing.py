@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from ...datasets.effects import Condition
-from ...datasets.errors import RecipeError
-from ...datasets.recipe import Count, Positive, Section, Share
+from ...effects import Condition
+from ...errors import RecipeError
+from ...recipe import Count, Positive, Section, Share
 from .technique import Draw, Technique, is_active
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from ...datasets.effects import Condition
 from ...datasets.format.schema import StoreSpec
-from ...datasets.recipe import Positive, Section
+from ...effects import Condition
+from ...recipe import Positive, Section
 from .alignment import Alignment, AlignmentKeys
 from .technique import Draw, Weight, is_active
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ...datasets.effects import Condition
-from ...datasets.errors import RecipeError
 from ...datasets.format.schema import FeatureSpec, StoreSpec
+from ...effects import Condition
+from ...errors import RecipeError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -26,7 +26,7 @@ from torch import Tensor
 from ...datasets.disk.faults import named_faults
 from ...datasets.disk.files import drop_cached, move, remove, write_folder
 from ...datasets.disk.hashing import canonical_json, read_json, sha256_of, xxh3_file, xxh3_parts
-from ...datasets.errors import DamageError, ResourceError, RunError
+from ...errors import DamageError, ResourceError, RunError
 from .folders import AVERAGE as AVERAGE
 from .folders import CHECKPOINT, STATE, steps
 from .folders import SNAPSHOT as SNAPSHOT

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from ...datasets.disk.hashing import xxh3_parts
-from ...datasets.errors import RunError
+from ...errors import RunError
 from ..models.build import Denoiser, family_of
 from ..models.diffusers.adapters import DOWN, UP, adapter_shapes
 from ..models.dit_dh import is_dit_dh

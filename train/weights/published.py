@@ -24,7 +24,7 @@ from safetensors.torch import save as safetensors_of
 from torch import Tensor
 
 from ...datasets.disk.faults import named_faults
-from ...datasets.errors import DamageError, RunError
+from ...errors import DamageError, RunError
 from ..models.dit import size_of
 from ..models.layers import position_table
 from ..models.spec import ModelSpec

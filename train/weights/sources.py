@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ...datasets.disk.hashing import read_json
 from ...datasets.disk.weight_files import WeightFilesError, weight_files, weight_names
-from ...datasets.errors import DamageError, RunError
 from ...datasets.format.class_names import imagenet_names
 from ...datasets.format.schema import LatentSpec
 from ...datasets.order.alike import raw_scale_and_shift
+from ...errors import DamageError, RunError
 from ..models.build import FAMILIES, family_of, transformer_class
 from ..models.dit import size_of
 from ..models.spec import ModelSpec

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ....datasets.errors import EncoderError
 from ....datasets.format.schema import TextSpec
 from ....datasets.revisions.commits import nonfinite_caption
+from ....errors import EncoderError
 from ...config import TextSection
 from ..model_files import arithmetic, read_config, weights_in
 from ..pretrained import Pretrained, load_transformer

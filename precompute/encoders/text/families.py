@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ....datasets.errors import EncoderError
 from ....datasets.remote.failures import one_line
+from ....errors import EncoderError
 from ...config import TextSection
 from ..model_files import read_config
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ....datasets.disk.hashing import sha256_of
-from ....datasets.errors import EncoderError
 from ....datasets.remote.failures import one_line
+from ....errors import EncoderError
 from ...config import TextSection
 from ..model_files import ModelFiles, check_tokenizer_files, hash_files, tokenizer_files
 from .families import text_config, whole_number

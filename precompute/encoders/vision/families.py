@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.functional import interpolate
 
-from ....datasets.errors import EncoderError
+from ....errors import EncoderError
 
 PREPROCESSOR = "preprocessor_config.json"
 GREY_LEVELS = 255

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch.nn.functional import interpolate
 
-from ....datasets.errors import EncoderError, RecipeError
 from ....datasets.format.schema import FeatureSpec
+from ....errors import EncoderError, RecipeError
 from ...config import FeatureSection
 from ..model_files import ModelFiles, arithmetic
 from ..pretrained import Pretrained, load_transformer

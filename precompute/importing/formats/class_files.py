@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ....datasets.errors import RecordRejected, SourceError
 from ....datasets.revisions.writer import row_checksum
+from ....errors import RecordRejected, SourceError
 from ...sources.files.ignored import is_system_folder
 from ..recipe import ImportRecipe
 from ..source import Entry, Features, FormatDefaults, Reader, RecordHeader, files_below, natural_order, rejecting

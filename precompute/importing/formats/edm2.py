@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ....datasets.errors import RecordRejected, SourceError
+from ....errors import RecordRejected, SourceError
 from ...images.faults import open_regular
 from ...sources.files.record import usable_key
 from ..recipe import ImportRecipe

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 
-from ....datasets.errors import SourceError
 from ....datasets.revisions.writer import row_checksum
+from ....errors import SourceError
 from ...images.faults import open_regular
 from ..recipe import ImportRecipe
 from ..source import UNREADABLE, Entry, Features, FormatDefaults, Reader, RecordHeader, natural_order

@@ -20,8 +20,8 @@ import numpy as np
 import pyarrow as pa
 
 from ....datasets.disk.spill import named_errors
-from ....datasets.errors import RecipeError, RecordRejected, SourceError
 from ....datasets.revisions.writer import row_checksum
+from ....errors import RecipeError, RecordRejected, SourceError
 from ...config import TextSection
 from ...images.faults import open_regular
 from ..recipe import ImportLayout, ImportRecipe

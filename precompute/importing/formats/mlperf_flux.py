@@ -15,9 +15,9 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from ....datasets.errors import RecordRejected
 from ....datasets.format.token_dtypes import StoredTokens, widen
 from ....datasets.revisions.writer import row_checksum
+from ....errors import RecordRejected
 from ...config import TextSection
 from ...images.faults import open_regular
 from ...sources.files.files import LocalFiles

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....datasets.errors import RecordRejected, SourceError
 from ....datasets.revisions.writer import row_checksum
+from ....errors import RecordRejected, SourceError
 from ...config import load
 from ...sources.files.record import MAX_CAPTION_CHARS
 from ..recipe import ImportRecipe

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ....datasets.errors import RecordRejected, SourceError
+from ....errors import RecordRejected, SourceError
 from ...config import TextSection
 from ..recipe import ImportRecipe
 from ..source import (

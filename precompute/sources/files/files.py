@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 import xxhash
 from braceexpand import braceexpand
 
-from ....datasets.errors import RecordRejected, SourceError, StoreError
 from ....datasets.remote.reader import RemoteReader
+from ....errors import RecordRejected, SourceError, StoreError
 from ...images.decoder_child import read_bytes
 from ...images.faults import open_regular, retried
 from .ignored import is_system_folder

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from unicodedata import normalize
 
-from ....datasets.errors import RecordRejected, SourceError
+from ....errors import RecordRejected, SourceError
 from ...config import SourceSection
 from .beside import CACHED_FOLDERS, ImagesBeside
 from .files import FoundFile, SourceFiles

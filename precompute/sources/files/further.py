@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ....datasets.units import plural
+from ....units import plural
 
 MAX_COLUMNS = 100  # that are counted apart
 NUM_SHOWN = 4

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ....datasets.units import plural
+from ....units import plural
 from .record import HEIF_EXTENSIONS, is_image
 
 # Of macOS archives, network storage, Windows and Linux disks, and Python; all in lower case.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ....datasets.errors import SourceError
+from ....errors import SourceError
 
 MAX_CLASSES = 1_000_000  # a larger label is a mistake, and would fill the memory with names
 MAX_CLASS_BYTES = 1 << 26  # of all class names

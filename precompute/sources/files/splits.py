@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
-from ....datasets.errors import SourceError
-from ....datasets.units import plural
+from ....errors import SourceError
+from ....units import plural
 from ...config import SourceSection
 from .files import SourceFiles
 from .record import is_image

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from ....datasets.errors import SourceError
-from ....datasets.units import plural
+from ....errors import SourceError
+from ....units import plural
 from ...config import SourceSection
 from .labels import Labels, whole_number
 from .record import CAPTION_NAMES, captions_of, decode_text

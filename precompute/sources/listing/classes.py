@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ....datasets.errors import RecipeError, SourceError
 from ....datasets.format.class_names import imagenet_names
+from ....errors import RecipeError, SourceError
 from ..files.texts import split_lines
 
 IMAGENET = "imagenet"

@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from ....datasets.disk.faults import FAULTS
 from ....datasets.disk.spill import named_errors
-from ....datasets.errors import ResourceError, SourceError
+from ....errors import ResourceError, SourceError
 from ..files.files import SourceFiles
 
 MEMORY_MIB = 512

@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute
 
-from ....datasets.errors import SourceError
-from ....datasets.units import plural
+from ....errors import SourceError
+from ....units import plural
 from ..files.splits import UNNAMED, choose_split, splits_of_folders
 from .listing import Listing, spool
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ....datasets.errors import SourceError
+from ....errors import SourceError
 from ...config import SourceSection
 from ..files.beside import MASKS
 from ..files.further import companion_options

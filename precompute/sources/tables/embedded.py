@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from ....datasets.disk.faults import is_fault
 from ....datasets.disk.spill import BATCH_ROWS
-from ....datasets.errors import RecordRejected, SourceError, StoreError
+from ....errors import RecordRejected, SourceError, StoreError
 from ...config import SourceSection
 from ...images.faults import retried
 from ..files.files import FoundFile, LocalFiles, SourceFiles

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ....datasets.disk.spill import BATCH_ROWS
-from ....datasets.errors import SourceError
+from ....errors import SourceError
 from ...config import SourceSection
 from ..files.files import SourceFiles
 from ..files.folders import Scan

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from ....datasets.disk.spill import BATCH_ROWS
-from ....datasets.errors import SourceError
+from ....errors import SourceError
 from ...config import SourceSection
 from ..files.files import FoundFile, LocalFiles, SourceFiles, look_up
 from ..files.folders import Scan

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from itertools import islice
 
-from ....datasets.errors import SourceError
+from ....errors import SourceError
 from ..files.files import FoundFile, SourceFiles
 from ..files.folders import Scan
 from ..files.record import SourceRecord, is_image, usable_key

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from ....datasets.errors import SourceError
+from ....errors import SourceError
 
 BLOCK = tarfile.BLOCKSIZE
 MAX_EXTENDED_BYTES = 1 << 20  # of a pax header or a long name

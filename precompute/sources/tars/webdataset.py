@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import BinaryIO
 
-from ....datasets.errors import SourceError
-from ....datasets.units import plural
+from ....errors import SourceError
+from ....units import plural
 from ..files.files import FoundFile, SourceFiles
 from ..files.folders import Scan
 from ..files.record import MAX_TEXT_BYTES, Place, SourceRecord, is_image, usable_key

@@ -26,8 +26,8 @@ from leandit.datasets.arrays.shard_folder import ShardFolder
 from leandit.datasets.arrays.sharded_array import ShardedArray
 from leandit.datasets.batches.buffer_pool import BufferPool
 from leandit.datasets.disk.cached import cached_property
-from leandit.datasets.errors import DamageError, RowOutOfRange
 from leandit.datasets.format.zarr_shard import CODECS, ArrayLayout, RowRange
+from leandit.errors import DamageError, RowOutOfRange
 
 # How shards are read: all in one range of addresses, each mapped alone where that cannot be had, or not mapped.
 WAYS = ["window", "alone", "pread"]

@@ -15,7 +15,7 @@ import torch
 from stores import TEXTS, noise_store
 
 from leandit import LatentStore, adapters, make_loader
-from leandit.datasets.errors import RecipeError
+from leandit.errors import RecipeError
 
 PAGE = (Path(__file__).parents[3] / "docs/other-trainers.md").read_text()
 SECTIONS = dict(re.findall(r"^(?:#+) (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))

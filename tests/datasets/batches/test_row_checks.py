@@ -13,10 +13,10 @@ from faults import flip
 from noise_store import make_store
 from stores import Everything, bytes_in, copy_of, files_of, make_plain, small_shards
 
-from leandit.datasets.errors import DamageError, RecipeError
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.findings import shard_place
 from leandit.datasets.store import LatentStore
+from leandit.errors import DamageError, RecipeError
 
 
 class Damaged(NamedTuple):

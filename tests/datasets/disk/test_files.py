@@ -35,7 +35,7 @@ from leandit.datasets.disk.files import (
 from leandit.datasets.disk.hashing import canonical_json, read_json, sha256_file, sha256_of, xxh3_file
 from leandit.datasets.disk.spill import map_array
 from leandit.datasets.disk.strays import STALE_SECONDS, find_strays, sweep_strays
-from leandit.datasets.errors import DamageError, ResourceError
+from leandit.errors import DamageError, ResourceError
 
 
 def names(folder: Path) -> list[str]:

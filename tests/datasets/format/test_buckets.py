@@ -11,7 +11,6 @@ from diffusers.pipelines.sana import pipeline_sana
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leandit.datasets.errors import RecipeError
 from leandit.datasets.format.buckets import (
     PIXART_1024,
     PIXART_2880,
@@ -22,6 +21,7 @@ from leandit.datasets.format.buckets import (
     bucket_table,
     resize_filter,
 )
+from leandit.errors import RecipeError
 from leandit.precompute.config import ImagesSection
 
 PUBLISHED = {

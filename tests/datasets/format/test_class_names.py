@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from leandit.datasets.errors import RecipeError
 from leandit.datasets.format.class_names import ClassNames, imagenet_names
+from leandit.errors import RecipeError
 
 
 @pytest.fixture(scope="module")

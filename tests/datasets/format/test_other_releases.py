@@ -14,8 +14,8 @@ from making import Leandit, label_recipe, smooth_image
 from stores import copy_of
 
 from leandit.datasets.disk.hashing import canonical_json, sha256_of
-from leandit.datasets.recipe import to_toml
 from leandit.datasets.store import LatentStore
+from leandit.recipe import to_toml
 
 Change = Callable[[dict[str, Any]], object]
 

@@ -22,11 +22,11 @@ from making import (
 )
 from stores import ImageSource, content, copy_of, files_of, make_grown, read_all
 
-from leandit.datasets.errors import DamageError, ResourceError, StoreError
 from leandit.datasets.format.schema import Manifest
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.store import LatentStore
+from leandit.errors import DamageError, ResourceError, StoreError
 
 PACKED = ("vae.flip=true", "store.codec=zstd")
 LITTER = ".leandit-tmp-"

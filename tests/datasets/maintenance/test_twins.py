@@ -11,12 +11,12 @@ from faults import DAMAGES, REVISION_FILES, without_seal
 from making import Leandit, caption_recipe, encode, tree_digest
 from stores import copy_of, files_of, make_plain, read_all
 
-from leandit.datasets.errors import DamageError, LeanditError
 from leandit.datasets.maintenance.findings import shard_place
 from leandit.datasets.maintenance.repair import repair_without_encoding
 from leandit.datasets.maintenance.verify import Verification, verify_store
 from leandit.datasets.revisions.catalog import read_manifest
 from leandit.datasets.store import LatentStore
+from leandit.errors import DamageError, LeanditError
 
 
 @pytest.fixture

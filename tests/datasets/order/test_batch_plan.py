@@ -13,10 +13,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from leandit.datasets.errors import RecipeError
 from leandit.datasets.order.batch_plan import BatchPlan, PlannedBatch, changed_fields
 from leandit.datasets.order.shuffle import ShardWindow
 from leandit.datasets.order.slices import batch_sizes_by_tokens, rank_slice
+from leandit.errors import RecipeError
 
 NAMES = ["48x80", "64x64", "80x48", "96x32"]
 seeds = st.integers(0, 2**64 - 1)

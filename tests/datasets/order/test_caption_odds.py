@@ -13,10 +13,10 @@ from making import CPU, train_recipe
 
 from leandit.datasets.batches.reader import BatchReader
 from leandit.datasets.batches.stream import BatchStream
-from leandit.datasets.errors import RecipeError, RunError
 from leandit.datasets.order.batch_plan import BatchPlan
 from leandit.datasets.order.caption_odds import CaptionOdds, choose_captions
 from leandit.datasets.store import LatentStore
+from leandit.errors import RecipeError, RunError
 from leandit.train.run.data import build_loader
 from leandit.train.run.fit import model_spec
 

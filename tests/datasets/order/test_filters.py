@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stores import copy_of
 
-from leandit.datasets.errors import RecipeError
 from leandit.datasets.format.class_names import ClassNames
 from leandit.datasets.loader import make_loader
 from leandit.datasets.order.batch_plan import BatchPlan, changed_fields
 from leandit.datasets.order.filters import RecordFilter, ScoreTable, Selection, is_held_out
 from leandit.datasets.revisions.records import key_hash
 from leandit.datasets.store import LatentStore
+from leandit.errors import RecipeError
 
 
 def made_up_store(records: list[dict[str, Any]], classes: list[str] | None = None) -> LatentStore:

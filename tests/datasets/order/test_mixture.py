@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leandit.datasets.errors import RecipeError
 from leandit.datasets.order.batch_plan import BatchOrder, BatchPlan, PlannedBatch, changed_fields
 from leandit.datasets.order.filters import Selection
 from leandit.datasets.order.mixture import MAX_PERIOD, Mixture, Stages
 from leandit.datasets.order.shuffle import ShardWindow
+from leandit.errors import RecipeError
 
 seeds = st.integers(0, 2**64 - 1)
 A, B, C = (BatchPlan({name: 20}, 3, seed) for seed, name in enumerate(("64x64", "48x80", "80x48")))

@@ -28,16 +28,6 @@ from s3_server import s3_server
 from typer.testing import CliRunner
 
 from leandit.datasets.disk import files
-from leandit.datasets.errors import (
-    DamageError,
-    FormatVersionError,
-    LeanditError,
-    RecipeError,
-    ResourceError,
-    StoreError,
-    StoreIncomplete,
-    StoreNotFound,
-)
 from leandit.datasets.format.schema import FileEntry, Manifest
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.remote_verify import verify_remote
@@ -48,6 +38,16 @@ from leandit.datasets.remote.cache import RemoteFolder, is_shard, name_of
 from leandit.datasets.remote.opening import default_folder, open_remote
 from leandit.datasets.remote.reader import RemoteReader
 from leandit.datasets.store import LatentStore
+from leandit.errors import (
+    DamageError,
+    FormatVersionError,
+    LeanditError,
+    RecipeError,
+    ResourceError,
+    StoreError,
+    StoreIncomplete,
+    StoreNotFound,
+)
 from leandit.tools.cli.commands import app
 from leandit.tools.inspection.store_facts import StoreFacts
 from leandit.tools.plan.dry_run import describe_train

@@ -16,7 +16,6 @@ from making import caption_recipe, cut, encode, label_recipe, make_class_folder,
 from stores import copy_of
 
 from leandit.datasets.disk.hashing import canonical_json, read_json
-from leandit.datasets.errors import DamageError, StoreError
 from leandit.datasets.format.schema import CommitRecord, Manifest, Reject
 from leandit.datasets.format.table_schemas import REJECTED, ROW_RESULTS, STORED
 from leandit.datasets.revisions import plan as plan_module
@@ -24,6 +23,7 @@ from leandit.datasets.revisions.catalog import file_entry
 from leandit.datasets.revisions.commits import read_commit
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.revisions.writer import StoreWriter
+from leandit.errors import DamageError, StoreError
 from leandit.precompute.planning import planner
 
 pytestmark = pytest.mark.usefixtures("small", "quick")

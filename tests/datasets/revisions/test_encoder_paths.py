@@ -9,10 +9,10 @@ import pytest
 from making import TRAIN_RECIPE, encode, label_recipe, no_progress
 from typer.testing import CliRunner, Result
 
-from leandit.datasets.errors import EncoderError
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.revisions.local import encoder_section, openable, with_stored_encoder_paths
 from leandit.datasets.store import LatentStore
+from leandit.errors import EncoderError
 from leandit.precompute.encoders.model_files import local_folder
 from leandit.tools.cli.commands import app
 from leandit.train.parallel.stop import StopRequest

@@ -11,10 +11,10 @@ from making import tree_digest
 from stores import copy_of, make_grown, read_all
 
 from leandit.datasets.disk.hashing import canonical_json, sha256_of
-from leandit.datasets.errors import DamageError, LeanditError
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.revisions.catalog import file_entry, read_manifest
 from leandit.datasets.store import LatentStore
+from leandit.errors import DamageError, LeanditError
 
 pytestmark = pytest.mark.usefixtures("small")
 

@@ -16,7 +16,7 @@ from making import Leandit, caption_recipe, encode, make_caption_folder, make_cl
 from safetensors.torch import load_file, save_file
 from tiny_autoencoders import save_autoencoder
 
-from leandit.datasets.errors import EncoderError
+from leandit.errors import EncoderError
 from leandit.precompute.encoders import vae as encoders_module
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.precompute.encoders.vision.features import FeatureEncoder

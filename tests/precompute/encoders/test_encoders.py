@@ -20,7 +20,7 @@ from making import CPU, drop_files, set_json, smooth_image, write_file
 from safetensors.torch import load_file, save_file
 from tiny_autoencoders import FAMILIES, save_autoencoder
 
-from leandit.datasets.errors import EncoderError, RecipeError
+from leandit.errors import EncoderError, RecipeError
 from leandit.precompute.config import TextSection, VaeSection
 from leandit.precompute.encoders.model_files import local_folder
 from leandit.precompute.encoders.text.encoder import CaptionEncoder, EncodedCaptions

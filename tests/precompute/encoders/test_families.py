@@ -27,7 +27,7 @@ from tiny_autoencoders import FAMILIES, random_autoencoder, save_autoencoder
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from leandit.datasets.batches.latents import denormalise, final_latents
-from leandit.datasets.errors import EncoderError, RecipeError
+from leandit.errors import EncoderError, RecipeError
 from leandit.precompute.config import PrecomputeRecipe, VaeSection
 from leandit.precompute.encoders.loading import Encoders, describe_store
 from leandit.precompute.encoders.vae import ImageEncoder

@@ -18,7 +18,7 @@ from making import CPU
 from tiny_models import TEXTS, save_gemma2
 from transformers import AutoTokenizer, Gemma2Model
 
-from leandit.datasets.errors import EncoderError
+from leandit.errors import EncoderError
 from leandit.precompute.config import TextSection, load
 from leandit.precompute.encoders.text.encoder import CaptionEncoder, TokenCount
 from leandit.precompute.encoders.text.instructions import INSTRUCTIONS

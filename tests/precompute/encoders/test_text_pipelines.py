@@ -17,7 +17,7 @@ from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 from making import CPU
 from tiny_models import TEXTS, save_clip, save_gemma2, save_mistral3, save_qwen3, save_qwen_vl, save_t5
 
-from leandit.datasets.errors import EncoderError, RecipeError
+from leandit.errors import EncoderError, RecipeError
 from leandit.precompute.config import TextSection, load
 from leandit.precompute.encoders.text.encoder import CaptionEncoder, EncodedCaptions
 from leandit.precompute.encoders.text.tokenizer import CaptionTokenizer

@@ -16,7 +16,7 @@ from faults import descendants_of, gone_within
 from forked import fork_interpreters
 from making import CAPTION_RECIPE, caption_recipe, encode, make_caption_folder, store_digest
 
-from leandit.datasets.errors import RecipeError, ResourceError, SourceError
+from leandit.errors import RecipeError, ResourceError, SourceError
 from leandit.precompute.engines import devices
 from leandit.precompute.engines.devices import LocalProcess, run_on_devices
 from leandit.tools.cli.options import torch_devices

@@ -16,8 +16,8 @@ from faults import descendants_of
 from forked import ForkedPython
 from making import NO_CHECK, Leandit, caption_recipe, encode, make_caption_folder, smooth_image, store_digest
 
-from leandit.datasets.errors import RecipeError, ResourceError
 from leandit.datasets.store import LatentStore
+from leandit.errors import RecipeError, ResourceError
 from leandit.precompute.engines.cluster import plan_tasks
 from leandit.precompute.images.decoders import Decoders
 

@@ -24,8 +24,8 @@ from image_files import (
 from making import Leandit, add_image, caption_recipe, encode, make_caption_folder, smooth_image
 from PIL import Image, ImageCms
 
-from leandit.datasets.errors import RecordRejected
 from leandit.datasets.store import LatentStore
+from leandit.errors import RecordRejected
 from leandit.precompute.images.pixels import decode_image
 from leandit.tools.inspection.store_facts import StoreFacts
 

@@ -20,9 +20,9 @@ from faults import gone_within
 from image_files import encoded, exif, noise
 from making import SUPPORT, encode, label_recipe, make_class_folder, no_free_files
 
-from leandit.datasets.errors import RecordRejected, ResourceError
 from leandit.datasets.format.schema import Manifest
 from leandit.datasets.format.table_schemas import REJECT_REASONS
+from leandit.errors import RecordRejected, ResourceError
 from leandit.precompute import pipeline
 from leandit.precompute.images import faults
 from leandit.precompute.images.decoders import Decoded, Decoders, ImagePlace

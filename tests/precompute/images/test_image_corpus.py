@@ -25,8 +25,8 @@ from image_files import (
 )
 from PIL import Image
 
-from leandit.datasets.errors import RecordRejected
 from leandit.datasets.format.table_schemas import REJECT_REASONS
+from leandit.errors import RecordRejected
 from leandit.precompute.images.decoders import Decoders
 
 

@@ -13,8 +13,8 @@ from image_files import adm_by_hand, bucket_by_hand, encoded, exif, noise
 from making import encode, gray_mask, label_recipe, smooth_image
 from PIL import Image
 
-from leandit.datasets.errors import RecordRejected
 from leandit.datasets.store import LatentStore
+from leandit.errors import RecordRejected
 from leandit.precompute.images.pixels import area_means, crop_geometry, crop_image, decode_image, read_size
 from leandit.precompute.sources.files import record as source_record
 from leandit.precompute.sources.source import list_source

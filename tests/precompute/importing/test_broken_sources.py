@@ -37,8 +37,8 @@ from features import (
 )
 from safetensors.torch import load_file, save_file
 
-from leandit.datasets.errors import LeanditError, RecipeError, RecordRejected, ResourceError, SourceError
 from leandit.datasets.store import LatentStore
+from leandit.errors import LeanditError, RecipeError, RecordRejected, ResourceError, SourceError
 from leandit.precompute.importing.formats import mds
 from leandit.precompute.importing.source import rejecting
 from leandit.precompute.importing.untrusted import MAX_ARRAY_BYTES, parse_npy

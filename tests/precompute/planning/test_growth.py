@@ -29,9 +29,9 @@ from making import (
 )
 from stores import content
 
-from leandit.datasets.errors import FingerprintMismatch, StoreError
 from leandit.datasets.loader import make_loader
 from leandit.datasets.store import LatentStore
+from leandit.errors import FingerprintMismatch, StoreError
 from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.pipeline import Report

@@ -17,11 +17,11 @@ from harness import InProcessDecoders
 from making import CPU, make_class_folder, no_progress, smooth_image
 from tiny_autoencoders import save_autoencoder
 
-from leandit.datasets.errors import EncoderError
 from leandit.datasets.format.schema import Manifest
 from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.revisions.catalog import read_manifest
 from leandit.datasets.store import LatentStore
+from leandit.errors import EncoderError
 from leandit.precompute import pipeline
 from leandit.precompute.config import load
 from leandit.precompute.encoders.vae import ImageEncoder

@@ -19,8 +19,8 @@ from making import (
     write_tar,
 )
 
-from leandit.datasets.errors import SourceError
 from leandit.datasets.format.schema import Manifest
+from leandit.errors import SourceError
 from leandit.precompute.sharing.leases import ALL_SHARDS, part_of
 
 pytestmark = pytest.mark.usefixtures("quick")

@@ -28,10 +28,10 @@ from making import (
     write_metadata,
 )
 
-from leandit.datasets.errors import FingerprintMismatch, ResourceError, SourceError
 from leandit.datasets.format.layout import LEASES
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.revisions.writer import StoreWriter
+from leandit.errors import FingerprintMismatch, ResourceError, SourceError
 from leandit.precompute import pipeline
 from leandit.precompute.pipeline import Report
 from leandit.precompute.planning import planner

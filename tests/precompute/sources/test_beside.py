@@ -13,8 +13,8 @@ import pytest
 from image_files import encoded
 from making import caption_recipe, encode, gray_mask, image_bytes, make_image_folder, write_file
 
-from leandit.datasets.errors import SourceError
 from leandit.datasets.store import LatentStore
+from leandit.errors import SourceError
 from leandit.precompute.config import SourceSection
 from leandit.precompute.sources.source import Source, list_source
 

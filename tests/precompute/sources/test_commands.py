@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from making import LABEL_RECIPE, Ended, Leandit, make_class_folder, smooth_image
 
-from leandit.datasets.errors import SourceError
 from leandit.datasets.store import LatentStore
+from leandit.errors import SourceError
 from leandit.precompute.config import SourceSection
 from leandit.precompute.sources.source import Source, list_source
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from making import Leandit, image_bytes, make_class_folder, make_image_folder, write_file, write_tar
 
-from leandit.datasets.errors import SourceError
+from leandit.errors import SourceError
 from leandit.precompute.config import SourceSection
 from leandit.precompute.sources.source import list_source
 

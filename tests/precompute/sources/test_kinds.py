@@ -34,9 +34,9 @@ from making import (
 )
 from s3_server import s3_server
 
-from leandit.datasets.errors import RecordRejected, ResourceError, SourceError
 from leandit.datasets.remote.reader import RemoteReader
 from leandit.datasets.store import LatentStore
+from leandit.errors import RecordRejected, ResourceError, SourceError
 from leandit.precompute.config import SourceSection
 from leandit.precompute.images import faults
 from leandit.precompute.images.decoder_child import HEADER_BYTES

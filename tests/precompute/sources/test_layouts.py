@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from making import bytes_of, make_image_folder, summary_of, write_file, write_tar
 
-from leandit.datasets.errors import RecordRejected, SourceError
+from leandit.errors import RecordRejected, SourceError
 from leandit.precompute.config import SourceSection
 from leandit.precompute.sources.source import list_source, open_source
 

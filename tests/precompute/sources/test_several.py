@@ -13,8 +13,8 @@ from faults import flip
 from making import CPU, NO_CHECK, Leandit, label_recipe, make_class_folder, no_progress, smooth_image, write_tar
 from stores import checked, deep
 
-from leandit.datasets.errors import RecipeError, SourceError
 from leandit.datasets.store import LatentStore
+from leandit.errors import RecipeError, SourceError
 from leandit.precompute.config import SourceSection
 from leandit.precompute.pipeline import Report, precompute
 from leandit.precompute.sources.several import list_sources, open_sources, source_names

@@ -27,8 +27,8 @@ from making import (
     write_tar,
 )
 
-from leandit.datasets.errors import ResourceError, SourceError
 from leandit.datasets.store import LatentStore
+from leandit.errors import ResourceError, SourceError
 from leandit.precompute.sources.files.record import SourceRecord
 from leandit.precompute.sources.listing import duck
 from leandit.precompute.sources.listing import listing as source_listing

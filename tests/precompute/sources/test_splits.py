@@ -13,9 +13,9 @@ import pytest
 import webdataset
 from making import bytes_of, encode, image_bytes, label_recipe
 
-from leandit.datasets.errors import RecipeError, SourceError
 from leandit.datasets.format.class_names import imagenet_names
 from leandit.datasets.store import LatentStore
+from leandit.errors import RecipeError, SourceError
 from leandit.precompute.config import SourceSection
 from leandit.precompute.pipeline import Report
 from leandit.precompute.sources.source import Source, list_source, open_source

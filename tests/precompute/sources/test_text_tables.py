@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from making import IMAGE_NAMES, bytes_of, make_image_folder, summary_of, write_file
 
-from leandit.datasets.errors import SourceError
+from leandit.errors import SourceError
 from leandit.precompute.config import SourceSection
 from leandit.precompute.sources.files.record import MAX_CAPTIONS
 from leandit.precompute.sources.source import list_source

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from making import caption_recipe, encode, image_bytes, label_recipe, make_class_folder, write_file, write_tar
 
-from leandit.datasets.errors import SourceError
 from leandit.datasets.store import LatentStore
+from leandit.errors import SourceError
 
 pytestmark = pytest.mark.usefixtures("quick")
 

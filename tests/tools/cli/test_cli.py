@@ -30,8 +30,8 @@ from safetensors.torch import load_file
 
 from leandit import __version__
 from leandit.datasets.disk.files import remove
-from leandit.datasets.recipe import shipped_recipes
 from leandit.datasets.store import LatentStore
+from leandit.recipe import shipped_recipes
 from leandit.tools.cli.commands import app
 from leandit.tools.cli.options import written_path
 

@@ -17,9 +17,9 @@ from stores import copy_of
 
 from leandit.datasets.disk import files
 from leandit.datasets.disk.files import Failpoint
-from leandit.datasets.errors import ResourceError
 from leandit.datasets.revisions.commits import hash_of_damaged_plan
 from leandit.datasets.store import LatentStore
+from leandit.errors import ResourceError
 from leandit.train.weights import published
 
 OPENERS = [(builtins, "open"), (io, "open"), (os, "open"), (os, "pread"), (os, "preadv"), (pa, "OSFile")]

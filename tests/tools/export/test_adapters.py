@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from leandit.datasets.batches.captions import Captions
-from leandit.datasets.errors import RunError
 from leandit.datasets.store import LatentStore
+from leandit.errors import RunError
 from leandit.tools.export.export import export, transformer_of
 from leandit.train.models.conditioning import Conditioning
 from leandit.train.sampling.snapshot import Snapshot, load_snapshot

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import AutoTokenizer, T5EncoderModel
 
 from leandit.datasets.batches.captions import Captions
-from leandit.datasets.errors import RunError
 from leandit.datasets.format.schema import Decoding
 from leandit.datasets.store import LatentStore
+from leandit.errors import RunError
 from leandit.precompute.encoders.model_files import local_folder
 from leandit.tools.export.compatibility import compatibility_notes
 from leandit.tools.export.export import export, index_of, transformer_of

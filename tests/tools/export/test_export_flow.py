@@ -18,9 +18,9 @@ from stores import encoder_recipe
 from tiny_autoencoders import save_autoencoder
 from tiny_models import save_clip, save_qwen3, save_qwen_vl, save_t5
 
-from leandit.datasets.errors import EncoderError, RunError
 from leandit.datasets.order.shuffle import keyed_hash
 from leandit.datasets.store import LatentStore
+from leandit.errors import EncoderError, RunError
 from leandit.precompute.config import load as load_precompute
 from leandit.precompute.pipeline import precompute
 from leandit.tools.export.export import export

@@ -35,12 +35,12 @@ from making import (
 )
 from runs import run_to
 
-from leandit.datasets.errors import DamageError, LeanditError, RecipeError, StoreError, StoreIncomplete
 from leandit.datasets.loader import make_loader
 from leandit.datasets.maintenance.remote_verify import verify_remote
 from leandit.datasets.maintenance.repair import repair_without_encoding
 from leandit.datasets.maintenance.verify import REVISION_FILES, Verification, verify_store
 from leandit.datasets.store import LatentStore
+from leandit.errors import DamageError, LeanditError, RecipeError, StoreError, StoreIncomplete
 from leandit.tools.cli.main import main
 from leandit.tools.export import publish as publishing
 from leandit.tools.export.cards import Terms, model_card

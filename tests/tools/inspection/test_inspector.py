@@ -14,11 +14,11 @@ from PIL import Image
 from stores import copy_of
 from typer.testing import CliRunner
 
-from leandit.datasets.errors import LeanditError, StoreIncomplete
 from leandit.datasets.format.schema import LatentStatistics
 from leandit.datasets.maintenance.findings import Finding
 from leandit.datasets.maintenance.verify import Verification
 from leandit.datasets.store import LatentStore
+from leandit.errors import LeanditError, StoreIncomplete
 from leandit.tools.cli.commands import app
 from leandit.tools.inspection.images import (
     CELL_PX,

@@ -16,7 +16,7 @@ from making import CPU, shrink_models
 from planner import CASES, Case, measured_peak, planner_job, predicted_peak
 from runs import report_line
 
-from leandit.datasets.errors import RecipeError, RunError
+from leandit.errors import RecipeError, RunError
 from leandit.tools.plan import step_memory
 from leandit.tools.plan.scaling import LAUNCH_SECONDS
 from leandit.tools.plan.step_memory import (

@@ -22,8 +22,8 @@ from making import (
 )
 from tiny_models import make_dinov2
 
-from leandit.datasets.errors import FingerprintMismatch, ResourceError, SourceError
 from leandit.datasets.store import LatentStore
+from leandit.errors import FingerprintMismatch, ResourceError, SourceError
 from leandit.tools.plan import precompute_cost
 from leandit.tools.plan.dry_run import describe_precompute
 from leandit.tools.plan.precompute_cost import check_room

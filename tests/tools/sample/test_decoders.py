@@ -20,8 +20,8 @@ from tiny_models import make_dinov2
 from typer.testing import CliRunner
 
 from leandit.datasets.batches.latents import denormalise
-from leandit.datasets.errors import EncoderError
 from leandit.datasets.store import LatentStore
+from leandit.errors import EncoderError
 from leandit.precompute.pipeline import precompute
 from leandit.tools.cli.commands import app
 from leandit.tools.inspection.images import LatentDecoder

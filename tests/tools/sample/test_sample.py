@@ -20,11 +20,11 @@ from runs import SPEC
 from tiny_autoencoders import save_autoencoder
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from leandit.datasets.errors import EncoderError, LeanditError, RecipeError, RunError
-from leandit.datasets.recipe import to_toml
 from leandit.datasets.revisions.local import encoder_section
 from leandit.datasets.store import LatentStore
+from leandit.errors import EncoderError, LeanditError, RecipeError, RunError
 from leandit.precompute.encoders.model_files import local_folder
+from leandit.recipe import to_toml
 from leandit.tools.cli.preflight import check_evaluation, check_subjects
 from leandit.tools.sample.request import SampleRequest
 from leandit.tools.sample.sample import sample_grid, sample_set

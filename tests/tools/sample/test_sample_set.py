@@ -17,7 +17,7 @@ from PIL import Image
 
 from leandit.datasets.disk.files import EXIT_DIED, FAILPOINT_VARIABLE, TEMPORARY_PREFIX
 from leandit.datasets.disk.hashing import read_json
-from leandit.datasets.errors import DamageError, LeanditError, RunError
+from leandit.errors import DamageError, LeanditError, RunError
 from leandit.tools.sample.npz import Rows, npz_parts
 from leandit.tools.sample.request import SampleRequest
 from leandit.tools.sample.sample import sample_set

@@ -13,8 +13,8 @@ from making import CPU, shaken
 from torch import Tensor, nn
 
 from leandit.datasets.batches.captions import Captions
-from leandit.datasets.errors import RecipeError
 from leandit.datasets.order.shuffle import keyed_hash
+from leandit.errors import RecipeError
 from leandit.train.models.build import diffusers_config, transformer_class
 from leandit.train.models.conditioning import Conditioner, Conditioning
 from leandit.train.models.spec import ModelSpec

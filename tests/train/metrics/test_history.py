@@ -16,8 +16,8 @@ from making import CPU, train_recipe
 from runs import LINES, LOG_EVERY, make_run, report_line
 
 from leandit import __version__
-from leandit.datasets.errors import DamageError
 from leandit.datasets.store import LatentStore
+from leandit.errors import DamageError
 from leandit.train.loop import StopRequest, train
 from leandit.train.metrics.history import read_history, read_starts, smoothed
 

@@ -13,8 +13,8 @@ import torch
 from fake_cuda import RefuseWaits
 from making import CPU, train_recipe
 
-from leandit.datasets.errors import RecipeError, RunError
 from leandit.datasets.store import LatentStore
+from leandit.errors import RecipeError, RunError
 from leandit.tools.plan.synthetic import synthetic_batch, synthetic_run
 from leandit.tools.plan.workload import TrainingWorkload, workload_at_resolution
 from leandit.tools.terminal.progress import train_note

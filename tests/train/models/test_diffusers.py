@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from leandit.datasets.batches.captions import Captions
-from leandit.datasets.errors import RecipeError
+from leandit.errors import RecipeError
 from leandit.train.models import cross_attention
 from leandit.train.models.blocks import checkpoint_blocks
 from leandit.train.models.build import FAMILIES, build_model, diffusers_config, family_of, transformer_class

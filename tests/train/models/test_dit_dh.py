@@ -13,8 +13,8 @@ from runs import bits, run_to
 from tiny_autoencoders import save_autoencoder
 from torch import Tensor
 
-from leandit.datasets.errors import RecipeError, RunError
 from leandit.datasets.store import LatentStore
+from leandit.errors import RecipeError, RunError
 from leandit.precompute.config import load as load_precompute
 from leandit.precompute.pipeline import precompute
 from leandit.tools.export.export import export

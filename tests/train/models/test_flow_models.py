@@ -11,8 +11,8 @@ from making import shake, train_recipe
 from torch import Tensor
 
 from leandit.datasets.batches.captions import Captions
-from leandit.datasets.errors import RecipeError, RunError
 from leandit.datasets.format.schema import TextSpec
+from leandit.errors import RecipeError, RunError
 from leandit.tools.plan.noise_spec import noise_spec
 from leandit.train.models.build import FAMILIES, diffusers_config, transformer_class
 from leandit.train.models.conditioning import Conditioning

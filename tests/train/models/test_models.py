@@ -12,8 +12,8 @@ from stores import TEXTS, noise_store, text_spec
 from torch.nn.functional import pad
 
 from leandit.datasets.batches.captions import Captions
-from leandit.datasets.errors import LeanditError, RecipeError, RunError
 from leandit.datasets.store import LatentStore
+from leandit.errors import LeanditError, RecipeError, RunError
 from leandit.train.models.build import FAMILIES, build_model
 from leandit.train.models.conditioning import Conditioner, Conditioning
 from leandit.train.models.spec import DiTOptions, ModelSpec, TextInput

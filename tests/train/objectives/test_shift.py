@@ -16,8 +16,8 @@ from features import make_nemo, run_import
 from making import CPU, train_recipe
 from runs import run_to
 
-from leandit.datasets.errors import RecipeError, RunError
 from leandit.datasets.store import LatentStore
+from leandit.errors import RecipeError, RunError
 from leandit.tools.export.export import export
 from leandit.tools.sample.request import SampleRequest
 from leandit.tools.sample.sample import sample_grid

@@ -17,8 +17,8 @@ from making import CPU, train_recipe
 from runs import run_to
 from torch import Tensor, nn
 
-from leandit.datasets.errors import DamageError, RecipeError, RunError
 from leandit.datasets.store import LatentStore
+from leandit.errors import DamageError, RecipeError, RunError
 from leandit.train.optim.ema import Ema, Exponential, Power
 from leandit.train.optim.posthoc_ema import Profile, combine, solve
 from leandit.train.sampling.snapshot import load_snapshot

@@ -12,8 +12,8 @@ from making import CPU, train_recipe
 
 from leandit.datasets.batches.batch import Batch
 from leandit.datasets.batches.latents import final_latents
-from leandit.datasets.errors import RunError
 from leandit.datasets.store import LatentStore
+from leandit.errors import RunError
 from leandit.train import loop
 from leandit.train.metrics.meter import StepResult
 from leandit.train.optim.precision import GROWTH_STEPS, LossScale

@@ -14,8 +14,8 @@ from making import SUPPORT, train_recipe
 from runs import bits, run_to
 from torch import Tensor, nn
 
-from leandit.datasets.errors import RecipeError
 from leandit.datasets.store import LatentStore
+from leandit.errors import RecipeError
 from leandit.train.config import OptimizerSection
 from leandit.train.models.dit import SIZES
 from leandit.train.models.roles import RolePatterns

@@ -12,8 +12,8 @@ import pytest
 import torch
 from making import CPU, ROOT, train_recipe
 
-from leandit.datasets.errors import RecipeError
-from leandit.datasets.recipe import flatten
+from leandit.errors import RecipeError
+from leandit.recipe import flatten
 from leandit.tools.plan.dry_run import describe_train
 from leandit.tools.plan.strategies import with_ds_config
 from leandit.train.config import ParallelSection, TrainRecipe

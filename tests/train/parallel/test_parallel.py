@@ -22,8 +22,8 @@ from ranks import Job, free_port, run_ranks, start_ranks
 from runs import lines, run_to
 from safetensors.torch import load_file
 
-from leandit.datasets.errors import RecipeError
 from leandit.datasets.store import LatentStore
+from leandit.errors import RecipeError
 from leandit.train.config import ParallelSection
 from leandit.train.parallel.ranks import ALONE, SRUN, Ranks, choose_strategy, read_ranks
 

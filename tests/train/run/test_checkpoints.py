@@ -14,8 +14,8 @@ from making import train_recipe
 from ranks import start_ranks
 from runs import bits, run_to
 
-from leandit.datasets.errors import DamageError, ResourceError
 from leandit.datasets.store import LatentStore
+from leandit.errors import DamageError, ResourceError
 from leandit.train import loop
 from leandit.train.run import checkpoints
 from leandit.train.weights import checkpoint

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from leandit.datasets.batches.captions import Captions
-from leandit.datasets.errors import LeanditError, RecipeError, RunError
 from leandit.datasets.store import LatentStore
+from leandit.errors import LeanditError, RecipeError, RunError
 from leandit.train.config import TrainRecipe
 from leandit.train.loop import StopRequest, train
 from leandit.train.models.build import build_model

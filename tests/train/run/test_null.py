@@ -13,8 +13,8 @@ from features import Made, make_nemo, noise, run_import
 from making import CPU, train_recipe
 from runs import run_to
 
-from leandit.datasets.errors import RecipeError, RunError, SourceError
 from leandit.datasets.store import LatentStore
+from leandit.errors import RecipeError, RunError, SourceError
 from leandit.tools.sample.request import SampleRequest
 from leandit.tools.sample.sample import sample_grid
 from leandit.tools.terminal.outcome import sample_with

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from stores import small_shards
 
 from leandit.datasets.batches.latents import denormalise, mean_latents
-from leandit.datasets.errors import DamageError, LeanditError, RecipeError, RunError, SourceError
 from leandit.datasets.format.buckets import bucket_size
 from leandit.datasets.store import LatentStore
+from leandit.errors import DamageError, LeanditError, RecipeError, RunError, SourceError
 from leandit.precompute.pipeline import precompute
 from leandit.tools.plan.workload import workload_of_stores
 from leandit.tools.sample.request import SampleRequest

@@ -13,11 +13,11 @@ from noise_store import make_store
 from runs import bits
 from stores import ImageSource
 
-from leandit.datasets.errors import RecipeError, RunError
 from leandit.datasets.format.schema import UNKNOWN, FeatureEncoder, FeatureSpec, StoreSpec
 from leandit.datasets.order.alike import check_alike
-from leandit.datasets.recipe import parse_recipe, to_toml
 from leandit.datasets.store import LatentStore
+from leandit.errors import RecipeError, RunError
+from leandit.recipe import parse_recipe, to_toml
 from leandit.tools.plan.dry_run import describe_train
 from leandit.tools.plan.workload import workload_of_stores
 from leandit.train import loop

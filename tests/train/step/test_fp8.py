@@ -15,8 +15,8 @@ from tiny_steps import RECIPES, TinySteps
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leandit.datasets.errors import RecipeError
 from leandit.datasets.store import LatentStore
+from leandit.errors import RecipeError
 from leandit.train.config import TrainRecipe
 from leandit.train.loop import train
 from leandit.train.optim.precision import check_fp8, use_fp8

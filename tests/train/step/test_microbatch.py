@@ -18,9 +18,9 @@ from runs import run_to
 from tiny_steps import TinySteps
 
 from leandit.datasets.batches.batch import Batch
-from leandit.datasets.errors import ResourceError, RunError
 from leandit.datasets.order.slices import rank_slice
 from leandit.datasets.store import LatentStore
+from leandit.errors import ResourceError, RunError
 from leandit.train import loop
 from leandit.train import step as step_module
 from leandit.train.metrics.meter import StepResult

@@ -12,8 +12,8 @@ import runs
 import torch
 from making import CPU, train_recipe
 
-from leandit.datasets.errors import LeanditError
 from leandit.datasets.store import LatentStore
+from leandit.errors import LeanditError
 from leandit.train import step as step_module
 from leandit.train.models.conditioning import Extras, Microbatch, select
 from leandit.train.objectives.losses import PLAIN

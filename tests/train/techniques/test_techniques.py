@@ -14,7 +14,7 @@ from forked import run_forked
 from making import ROOT
 from torch import Tensor
 
-from leandit.datasets.errors import RecipeError
+from leandit.errors import RecipeError
 from leandit.train.config import load
 from leandit.train.techniques.alignment import misalignment
 from leandit.train.techniques.contrastive import contrast

@@ -23,8 +23,8 @@ from leandit.datasets.disk import files
 from leandit.datasets.disk.files import Failpoint
 from leandit.datasets.disk.hashing import canonical_json, read_json, sha256_of, xxh3_parts
 from leandit.datasets.disk.strays import find_strays
-from leandit.datasets.errors import DamageError, ResourceError, RunError
 from leandit.datasets.store import LatentStore
+from leandit.errors import DamageError, ResourceError, RunError
 from leandit.train.config import TrainRecipe
 from leandit.train.loop import Outcome, StopRequest, train
 from leandit.train.run.checkpoints import GROUPS, capture, due, start_or_resume, write

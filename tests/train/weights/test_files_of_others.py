@@ -17,8 +17,8 @@ from runs import run_to
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from leandit.datasets.errors import EncoderError, RunError
 from leandit.datasets.store import LatentStore
+from leandit.errors import EncoderError, RunError
 from leandit.precompute.config import VaeSection
 from leandit.precompute.encoders.model_files import VAE_WEIGHTS, ModelFiles, local_folder, weight_files
 from leandit.train.models.build import build_model, diffusers_config, transformer_class

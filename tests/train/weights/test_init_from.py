@@ -16,9 +16,9 @@ from runs import run_to
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from leandit.datasets.errors import DamageError, RunError
 from leandit.datasets.format.class_names import imagenet_names
 from leandit.datasets.store import LatentStore
+from leandit.errors import DamageError, RunError
 from leandit.train.models.build import build_model, diffusers_config, transformer_class
 from leandit.train.models.conditioning import Conditioning
 from leandit.train.models.layers import DiTOptions, position_table

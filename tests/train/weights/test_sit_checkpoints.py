@@ -11,7 +11,7 @@ import torch
 from dit_reference import reference
 from torch import Tensor
 
-from leandit.datasets.errors import RunError
+from leandit.errors import RunError
 from leandit.train.models.build import build_model
 from leandit.train.models.conditioning import Conditioning
 from leandit.train.models.dit import SIZES

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from ....datasets.errors import RecipeError
+from ....errors import RecipeError
 from ....train.weights.folders import is_run
 from ...terminal.outcome import print_next
 from ...terminal.text import print_rows

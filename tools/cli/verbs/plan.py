@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from ....datasets.errors import RecipeError
+from ....errors import RecipeError
 from ...terminal.outcome import print_next
 from ...terminal.text import print_result
 from ..options import (

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Option
 
-from ....datasets.errors import RecipeError, SourceError
 from ....datasets.revisions.catalog import planned_revisions, sealed_revisions
+from ....errors import RecipeError, SourceError
 from ...terminal.outcome import after_store, command_without, import_rows, precompute_rows, print_next, unchanged_rows
 from ...terminal.text import print_rows, print_text
 from ..options import DryRun, Overrides, Recipe, local_input, output, print_line, torch_devices

@@ -15,7 +15,7 @@ from typer import Option
 
 from ....datasets.disk.files import write_atomic
 from ....datasets.disk.hashing import canonical_json
-from ....datasets.errors import RecipeError
+from ....errors import RecipeError
 from ....train.weights.folders import RUN
 from ...sample.request import LARGEST_GRID, EvaluateRequest, SampleRequest
 from ...terminal.outcome import Command, print_next

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from ....datasets.errors import RecipeError
+from ....errors import RecipeError
 from ...terminal.outcome import print_next
 from ...terminal.text import print_result
 from ..options import AsJson, Overrides, complete_recipe, output
@@ -51,7 +51,7 @@ def recipes(
 
     Example: leandit recipes pixart-256 > mine.toml
     """
-    from ....datasets.recipe import STAGES, about_recipe, shipped_recipes
+    from ....recipe import STAGES, about_recipe, shipped_recipes
 
     if keys:
         from ..recipe_keys import recipe_keys

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from ....datasets.errors import DamageError, RecipeError, StoreIncomplete
+from ....errors import DamageError, RecipeError, StoreIncomplete
 from ...terminal.outcome import print_next
 from ...terminal.text import print_result, print_rows
 from ..options import (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from ....datasets.errors import RecipeError
+from ....errors import RecipeError
 from ....train.parallel.stop import StopRequest
 from ...terminal.outcome import command_without, computed_precision, print_next, sample_with
 from ...terminal.text import Rows, print_rows, print_text

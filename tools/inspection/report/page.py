@@ -14,7 +14,7 @@ from PIL import Image
 
 from .... import __version__
 from ....datasets.disk.files import write_atomic
-from ....datasets.units import readable_size
+from ....units import readable_size
 from ..templating import environment
 from .rules import Alert
 

@@ -10,8 +10,8 @@ import numpy as np
 from markupsafe import Markup
 from PIL import Image, UnidentifiedImageError
 
-from ....datasets.errors import DamageError
 from ....datasets.order.slices import spread
+from ....errors import DamageError
 from ....train.metrics.history import smoothed
 from ..templating import rows_of
 from .charts import COLORS, DOTTED, Chart, chart, label, thinned

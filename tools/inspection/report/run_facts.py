@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 
 from ....datasets.disk.cached import cached_property
-from ....datasets.errors import DamageError, LeanditError
-from ....datasets.recipe import flatten, shipped_recipes
-from ....datasets.units import plural
+from ....errors import DamageError, LeanditError
+from ....recipe import flatten, shipped_recipes
 from ....train.config import PACKAGE, load
 from ....train.metrics.history import read_history, read_starts, whole_lines
 from ....train.run.evaluation.decoding import IMAGE, LATENTS, grid_files
 from ....train.run.manifest import RunManifest, StoreRead, read_run_manifest, reopen_store, store_place
 from ....train.run.settings import read_stored_recipe
 from ....train.weights.folders import CHECKPOINT, EVALUATIONS, RECIPE, RUN, SAMPLES, find
+from ....units import plural
 from ..templating import Rows
 
 SCORES = ("frechet", "kid", "cmmd", "precision", "recall", "density", "coverage", "clip_score")

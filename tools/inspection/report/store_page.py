@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ....datasets.errors import EncoderError
 from ....datasets.format.buckets import bucket_size
 from ....datasets.format.table_schemas import REJECT_REASONS, suffixes
 from ....datasets.order.slices import spread
-from ....datasets.recipe import flatten
 from ....datasets.store import LatentStore
+from ....errors import EncoderError
+from ....recipe import flatten
 from ..images import shown_records
 from ..store_facts import ASPECT_EDGES, StoreFacts
 from ..templating import rows_of

@@ -12,10 +12,10 @@ import numpy as np
 from PIL import Image
 from starlette.requests import Request
 
-from ....datasets.errors import EncoderError, LeanditError, StoreError
 from ....datasets.format.row_layout import MASK
 from ....datasets.format.token_dtypes import widen_latents
 from ....datasets.store import LatentStore
+from ....errors import EncoderError, LeanditError, StoreError
 from ..report.page import RGB, latent_pixels
 from .tables import StoreTables
 

@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from .... import __version__
-from ....datasets.errors import DamageError, LeanditError, RecipeError, RowOutOfRange, StoreError, UnknownKey
+from ....errors import DamageError, LeanditError, RecipeError, RowOutOfRange, StoreError, UnknownKey
 from ..templating import environment
 
 HERE = Path(__file__).parent

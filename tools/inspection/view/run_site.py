@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from ....datasets.errors import LeanditError
+from ....errors import LeanditError
 from ....train.weights.folders import EVALUATIONS, METRICS, RUN, SAMPLES
 from ..report.page import render_page
 from ..report.rules import Alert, alerts_of

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ....datasets.disk.files import write_atomic
-from ....datasets.errors import ResourceError
+from ....errors import ResourceError
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

@@ -12,12 +12,12 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from ....datasets.errors import LeanditError, RecipeError, RowOutOfRange, StoreError, UnknownKey
 from ....datasets.format.row_layout import LATENTS, bucket_part, row_arrays
 from ....datasets.format.table_schemas import REJECT_REASONS, suffixes
 from ....datasets.format.token_dtypes import widen_latents
 from ....datasets.revisions.writer import row_checksum
 from ....datasets.store import LatentStore, Record
+from ....errors import LeanditError, RecipeError, RowOutOfRange, StoreError, UnknownKey
 from ..report.page import latent_pixels
 from .images import Busy, Decode, ImageDecoder, principal_colors, webp
 from .pages import application, render

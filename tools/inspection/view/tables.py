@@ -20,10 +20,10 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from ....datasets.errors import DamageError, RecipeError, RowOutOfRange
 from ....datasets.format.layout import CAPTIONS, RECORDS
 from ....datasets.format.table_schemas import records_schema
 from ....datasets.store import LatentStore, Record
+from ....errors import DamageError, RecipeError, RowOutOfRange
 
 CONDITION = re.compile(r"\s*([A-Za-z0-9_-]+)\s*(>=|<=|!=|=|<|>|~)\s*(.*?)\s*")
 WORD = re.compile(r'"([^"]*)"|([^\s"]+)')

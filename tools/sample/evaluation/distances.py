@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....datasets.errors import SourceError
+from ....errors import SourceError
 
 SUBSETS, SUBSET_SIZE = 100, 1000  # of KID, as in torch-fidelity
 NEIGHBORS_PRECISION, NEIGHBORS_DENSITY = 3, 5  # as in the papers

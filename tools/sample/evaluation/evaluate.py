@@ -13,13 +13,13 @@ import torch
 
 from ....datasets.disk.files import write_atomic
 from ....datasets.disk.hashing import read_json
-from ....datasets.errors import DamageError, RecipeError, SourceError
 from ....datasets.format.layout import GROUP
 from ....datasets.order.slices import spread
 from ....datasets.store import LatentStore
-from ....datasets.units import plural
+from ....errors import DamageError, RecipeError, SourceError
 from ....precompute.run.clock import Progress
 from ....train.weights.folders import EVALUATIONS, is_run
+from ....units import plural
 from ...terminal.text import finite
 from ..npz import Npz
 from ..request import INCEPTION, EvaluateRequest

@@ -15,15 +15,15 @@ import torch
 
 from ....datasets.disk.files import files_below
 from ....datasets.disk.hashing import read_json, sha256_of
-from ....datasets.errors import DamageError, RecordRejected, SourceError
 from ....datasets.format.buckets import bucket_size
-from ....datasets.recipe import parse_stored
 from ....datasets.store import LatentStore
+from ....errors import DamageError, RecordRejected, SourceError
 from ....precompute.config import SourceSection
 from ....precompute.images.decoders import Decoders, ImagePlace
 from ....precompute.images.opening import MAX_MEGAPIXELS
 from ....precompute.images.pixels import color_of, max_megapixels_of
 from ....precompute.sources.several import list_sources
+from ....recipe import parse_stored
 from ...inspection.images import LatentDecoder
 from ..npz import Npz
 from ..sampler import decode_in_parts

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ....datasets.errors import DamageError, EncoderError, RecipeError, SourceError
 from ....datasets.order.slices import spread
+from ....errors import DamageError, EncoderError, RecipeError, SourceError
 from ....precompute.run.clock import Progress
 from ....train.sampling.guided import float32_products
 from ..npz import Npz, write_npz

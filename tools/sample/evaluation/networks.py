@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, interpolate
 
-from ....datasets.errors import EncoderError, RecipeError
 from ....datasets.remote.failures import one_line
+from ....errors import EncoderError, RecipeError
 from ....precompute.config import FeatureSection
 from ....precompute.encoders.model_files import CONFIG, TOKENIZER_FILES, ModelFiles, check_header, hash_files
 from ....precompute.encoders.pretrained import load_transformer

@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ....datasets.errors import RecipeError, needs_extra
 from ....datasets.order.shuffle import keyed_hash
+from ....errors import RecipeError, needs_extra
 from ..spec import AdapterSpec
 from .model import without_warnings
 

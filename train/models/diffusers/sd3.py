@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from ....datasets.errors import RecipeError
+from ....errors import RecipeError
 from ...objectives.shift import TimeShift
 from ..conditioning import Conditioning
 from ..spec import ModelSpec, TextInput

@@ -14,11 +14,11 @@ from torch import Tensor
 from ....datasets.batches.captions import Captions, captions_of
 from ....datasets.batches.latents import mean_latents
 from ....datasets.batches.row_checks import check_rows
-from ....datasets.errors import RecipeError
 from ....datasets.format.schema import LatentSpec
 from ....datasets.order.filters import label_indices
 from ....datasets.order.slices import spread
 from ....datasets.store import LatentStore
+from ....errors import RecipeError
 from ...metrics.flops import tokens_per_image
 from ...models.conditioning import Conditioner, Conditioning, select
 from ...sampling.guided import SamplingModel, Solver, draw_latents, guidance_scale

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ....datasets.batches.batch import Batch, Records
 from ....datasets.batches.latents import keyed_noise
-from ....datasets.errors import RecipeError
 from ....datasets.order.batch_plan import PlannedBatch
 from ....datasets.order.shuffle import mix
+from ....errors import RecipeError
 from ...data_recipe import Objective
 from ...metrics.flops import latent_size_of, tokens_per_image
 from ...metrics.history import NUM_TIMES, OFFSETS, HeldOutLoss

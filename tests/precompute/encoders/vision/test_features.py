@@ -16,10 +16,10 @@ import transformers
 from making import CPU, drop_files, encode, label_recipe, set_json, smooth_image
 from PIL import Image
 
-from leandit.datasets.errors import EncoderError, RecipeError
 from leandit.datasets.format.token_dtypes import narrow, quality
 from leandit.datasets.loader import make_loader
 from leandit.datasets.store import LatentStore
+from leandit.errors import EncoderError, RecipeError
 from leandit.precompute.config import FeatureSection
 from leandit.precompute.encoders.vision.features import FeatureEncoder
 from leandit.precompute.images.pixels import crop_image, variant_draws

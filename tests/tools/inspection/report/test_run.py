@@ -16,8 +16,8 @@ from PIL import Image
 from runs import HOLDOUT, LINES, LOG_EVERY, Change, make_grid, make_run, report_line
 from view_sites import Elements
 
-from leandit.datasets.errors import DamageError, RecipeError
 from leandit.datasets.store import LatentStore
+from leandit.errors import DamageError, RecipeError
 from leandit.tools.cli.verbs.look import report as report_command
 from leandit.tools.inspection.report import run as report
 from leandit.tools.inspection.report.rules import alerts_of

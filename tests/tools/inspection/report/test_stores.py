@@ -28,9 +28,9 @@ from stores import rewrite_recipe
 from typer.testing import CliRunner
 from view_sites import Elements, hostile_store
 
-from leandit.datasets.errors import EncoderError, StoreNotFound
 from leandit.datasets.format.schema import LatentStatistics
 from leandit.datasets.store import LatentStore
+from leandit.errors import EncoderError, StoreNotFound
 from leandit.tools.cli.commands import app
 from leandit.tools.inspection.report import store_page
 from leandit.tools.inspection.report.rules import TABLE, alerts_of

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from making import caption_recipe, encode, make_caption_folder, write_metadata
 from view_sites import ROOT, client, site
 
-from leandit.datasets.errors import DamageError, RecipeError
 from leandit.datasets.store import LatentStore
+from leandit.errors import DamageError, RecipeError
 from leandit.tools.inspection.view import tables as module
 from leandit.tools.inspection.view.tables import Query, StoreTables
 

@@ -25,8 +25,8 @@ from PIL import Image
 from stores import Everything
 from view_sites import CONTROL, MARKUP, RIGHT_TO_LEFT, ROOT, TOKEN, client, grey, hostile_store, site
 
-from leandit.datasets.errors import EncoderError
 from leandit.datasets.store import LatentStore
+from leandit.errors import EncoderError
 from leandit.tools.export.publish import publish
 from leandit.tools.inspection.view import images, server, store_site, tables
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from leandit.datasets.errors import DamageError
 from leandit.datasets.order.slices import spread
+from leandit.errors import DamageError
 from leandit.tools.sample.evaluation import distances
 from leandit.tools.sample.evaluation.distances import (
     Moments,

@@ -16,8 +16,8 @@ from runs import run_to
 from tiny_models import CLIP_TEXTS, TinyClip, make_clip, make_dinov2
 from typer.testing import CliRunner
 
-from leandit.datasets.errors import DamageError, EncoderError, RecipeError, SourceError
 from leandit.datasets.store import LatentStore
+from leandit.errors import DamageError, EncoderError, RecipeError, SourceError
 from leandit.tools.cli.commands import app
 from leandit.tools.inspection.report.run import report_run
 from leandit.tools.sample.evaluation.distances import frechet_distance

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tiny_models import make_dinov2
 from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection, Dinov2Model
 
-from leandit.datasets.errors import EncoderError, RecipeError
+from leandit.errors import EncoderError, RecipeError
 from leandit.tools.sample.evaluation.inception import Inception, Mixed
 from leandit.tools.sample.evaluation.networks import INCEPTION_FILES, input_side_px, open_network, squares
 

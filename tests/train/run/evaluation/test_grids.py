@@ -18,9 +18,9 @@ from runs import HOLDOUT, assert_same_training, run_to
 from safetensors.torch import load_file
 
 from leandit.datasets.batches.latents import denormalise
-from leandit.datasets.errors import DamageError, RecipeError
 from leandit.datasets.order.filters import is_held_out
 from leandit.datasets.store import LatentStore
+from leandit.errors import DamageError, RecipeError
 from leandit.precompute.pipeline import precompute
 from leandit.train.run.evaluation import decoding
 from leandit.train.run.evaluation.decoding import Decoding

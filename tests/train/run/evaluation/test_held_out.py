@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 
 from leandit.datasets.batches.captions import captions_of
 from leandit.datasets.batches.latents import final_latents, keyed_noise
-from leandit.datasets.errors import RecipeError, RunError
 from leandit.datasets.order.filters import is_held_out
 from leandit.datasets.store import LatentStore
+from leandit.errors import RecipeError, RunError
 from leandit.train.metrics.history import HeldOutLoss
 from leandit.train.objectives.losses import PLAIN, noised, objective_losses
 from leandit.train.run.evaluation.decoding import Decoding

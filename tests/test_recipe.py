@@ -11,10 +11,10 @@ import pytest
 from making import Leandit
 from pydantic import ValidationError
 
-from leandit.datasets.errors import RecipeError
-from leandit.datasets.recipe import load_recipe, shipped_recipes, to_toml
+from leandit.errors import RecipeError
 from leandit.precompute import config as precompute_config
 from leandit.precompute.config import PrecomputeRecipe
+from leandit.recipe import load_recipe, shipped_recipes, to_toml
 from leandit.train import config as train_config
 from leandit.train.config import TrainRecipe
 

@@ -8,11 +8,11 @@ import pytest
 from features import MAKERS
 from making import Leandit
 
-from leandit.datasets.recipe import shipped_recipes
 from leandit.datasets.store import LatentStore
 from leandit.precompute import config as precompute_config
 from leandit.precompute.effects import CONDITIONS as PRECOMPUTE
 from leandit.precompute.importing.recipe import KIND_KEYS
+from leandit.recipe import shipped_recipes
 from leandit.tools.cli.recipe_keys import recipe_keys
 from leandit.train import config as train_config
 from leandit.train.effects import CONDITIONS as TRAIN

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from leandit.datasets.units import readable_size, readable_time
+from leandit.units import readable_size, readable_time
 
 SIZES = {0: "0 B", 3482: "3.4 KiB", 1_288_490_189: "1.2 GiB", 2**70: "1048576.0 PiB"}
 TIMES = {0.0003: "0.3 ms", 0.041: "41 ms", 0.0996: "0.1 s", 59.96: "1 min", 80.4: "1 min 20 s", 3599.6: "1 h"}
