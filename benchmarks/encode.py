@@ -39,13 +39,14 @@ from PIL import Image
 from transformers import AutoTokenizer, T5EncoderModel
 
 from leandit.datasets.disk.files import files_below
-from leandit.datasets.format.buckets import bucket_size, resize_filter
+from leandit.datasets.format.buckets import bucket_size
 from leandit.datasets.format.row_layout import CAPTION_PART, NULL_EMBEDDING, NULL_SCALES
 from leandit.datasets.format.token_dtypes import token_bytes
 from leandit.datasets.store import LatentStore
 from leandit.precompute import config as precompute_config
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.encoders.vae import ImageEncoder
+from leandit.precompute.images.bucket_tables import resize_filter
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.pipeline import Report, precompute
 from leandit.precompute.planning.images import num_threads, place_image

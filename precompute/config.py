@@ -12,13 +12,13 @@ from pydantic import (
     model_validator,
 )
 
-from ..datasets.format.buckets import DOWNSCALE, MAX_RATIO, Table, area_step, bucket_table, largest_crop
 from ..datasets.format.row_layout import CAPTION_ARRAYS, CAPTION_PART, COMPANIONS, FEATURES
 from ..datasets.format.schema import Name
 from ..effects import check_overrides, unread_notes
 from ..errors import RecipeError
 from ..recipe import UNNAMED, Caption, Section, load_recipe
 from .effects import CONDITIONS
+from .images.bucket_tables import DOWNSCALE, MAX_RATIO, Table, area_step, bucket_table, largest_crop
 
 PACKAGE = "leandit.precompute"
 MAX_CROP_SHARE = 0.3  # of an image's area, above which a computed table is warned of

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ... import __version__
-from ...datasets.format.buckets import bucket_name, resize_filter
+from ...datasets.format.buckets import bucket_name
 from ...datasets.format.schema import FORMAT_VERSION, CompanionSpec, FeatureEncoder, ImageSpec, StoreSpec, TextEncoder
 from ...errors import RecipeError
 from ..config import PrecomputeRecipe
+from ..images.bucket_tables import resize_filter
 from ..images.pixels import ADM_FILTER, colour_handling
 from ..sources.source import Source
 from .model_files import library_majors

@@ -20,10 +20,11 @@ import pyarrow as pa
 import pyarrow.compute
 
 from ...datasets.disk.spill import BATCH_ROWS, map_table, rebatched
-from ...datasets.format.buckets import assign_bucket, bucket_name, centre_crop
+from ...datasets.format.buckets import bucket_name, centre_crop
 from ...datasets.format.table_schemas import PLACEMENT, PLAN_SCHEMA
 from ...errors import RecordRejected
 from ..config import ImagesSection, PrecomputeRecipe
+from ..images.bucket_tables import assign_bucket
 from ..images.decoders import Decoders
 from ..images.pixels import resize_problem
 from ..run.rejects import RejectLimits

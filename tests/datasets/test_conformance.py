@@ -21,9 +21,9 @@ from stores import Everything
 
 from leandit.datasets.batches.batch import Batch
 from leandit.datasets.loader import make_loader
-from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.store import LatentStore
 from leandit.errors import StoreError
+from leandit.tools.export.compact import compact
 
 Make = Callable[[pytest.FixtureRequest, Path], Path]
 

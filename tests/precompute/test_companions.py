@@ -39,7 +39,6 @@ from leandit.datasets.batches.latents import normalise
 from leandit.datasets.batches.reader import BatchReader
 from leandit.datasets.format.buckets import bucket_size
 from leandit.datasets.loader import make_loader
-from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.order.batch_plan import BatchPlan
 from leandit.datasets.order.mixture import Mixture
@@ -49,6 +48,7 @@ from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.encoders.loading import load_encoders
 from leandit.precompute.images.pixels import decode_image
 from leandit.precompute.sources.source import list_source
+from leandit.tools.export.compact import compact
 from leandit.tools.inspection.store_facts import StoreFacts
 from leandit.tools.inspection.store_text import render
 

@@ -13,10 +13,10 @@ from making import add_image, caption_recipe, encode, make_caption_folder, no_pr
 from stores import checked, content, copy_of, deep, small_shards
 
 from leandit.datasets.loader import make_loader
-from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.store import LatentStore
 from leandit.errors import LeanditError
+from leandit.tools.export.compact import compact
 
 BROKEN = "triangle"  # four of the fourteen records of the folder have it in both captions
 

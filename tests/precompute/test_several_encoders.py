@@ -27,7 +27,6 @@ from tiny_models import make_dinov2, save_clip
 
 from leandit.datasets.disk import files
 from leandit.datasets.loader import make_loader
-from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.store import LatentStore
 from leandit.errors import (
@@ -40,6 +39,7 @@ from leandit.errors import (
 )
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.encoders.loading import load_encoders
+from leandit.tools.export.compact import compact
 from leandit.tools.inspection.store_facts import StoreFacts
 from leandit.tools.inspection.store_text import render
 

@@ -31,13 +31,13 @@ from leandit.datasets.batches.batch import Batch
 from leandit.datasets.batches.reader import BatchReader
 from leandit.datasets.format.buckets import centre_crop
 from leandit.datasets.loader import make_loader
-from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.order.batch_plan import BatchPlan
 from leandit.datasets.order.mixture import Mixture
 from leandit.datasets.store import LatentStore
 from leandit.errors import FingerprintMismatch, StoreError
 from leandit.precompute.images.pixels import crop_image, variant_draws
+from leandit.tools.export.compact import compact
 
 THREE, FLIPPED = "images.variants=3", "vae.flip=true"
 SUFFIXES = ["", "_flip", "_v1", "_v1_flip", "_v2", "_v2_flip"]

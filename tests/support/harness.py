@@ -29,13 +29,13 @@ from leandit.datasets.disk.files import EXIT_DIED, TEMPORARY_PREFIX, Failpoint
 from leandit.datasets.disk.hashing import canonical_json, sha256_of, xxh3_file
 from leandit.datasets.format import row_layout
 from leandit.datasets.format.layout import CaptionLayout
-from leandit.datasets.maintenance import compact
 from leandit.precompute import pipeline
 from leandit.precompute.config import PrecomputeRecipe
 from leandit.precompute.images.decoder_child import answer
 from leandit.precompute.images.decoders import Decoders
 from leandit.precompute.planning.compare import Options
 from leandit.precompute.sharing import leases
+from leandit.tools.export import compact
 
 SHARD_ROWS = 2
 IMAGE_SIZES = ((32, 32), (32, 32), (32, 48))  # height and width in px, in turn

@@ -16,7 +16,6 @@ from markupsafe import Markup
 
 from ... import __version__
 from ...datasets.format.layout import CAPTIONS, RECORDS, revision_prefix
-from ...datasets.maintenance.portable import StoreFiles
 from ...datasets.revisions.local import portable, read_local, whole_spec
 from ...datasets.store import LatentStore
 from ...recipe import values_to_toml
@@ -25,6 +24,7 @@ from ...units import readable_size
 from ..inspection.store_facts import StoreFacts
 from ..terminal.text import printable
 from .hub import HubRepository
+from .portable import StoreFiles
 
 CARD = "README.md"
 MARK = "<!-- Written by 'leandit publish', which replaces this page as long as this line is in it. -->"

@@ -19,7 +19,6 @@ import pyarrow.parquet as pq
 from ...datasets.disk.hashing import canonical_json, sha256_of
 from ...datasets.format.layout import MANIFEST, RECORDS, REVISIONS
 from ...datasets.maintenance.findings import HARMLESS
-from ...datasets.maintenance.portable import portable_files
 from ...datasets.maintenance.verify import verify_store
 from ...datasets.revisions.local import without_local_folders
 from ...datasets.store import LatentStore
@@ -30,6 +29,7 @@ from ...units import readable_size
 from ..terminal.text import Rows, printable
 from .cards import CARD, MARK, Terms, model_card, store_card
 from .hub import HubRepository, OutgoingFile
+from .portable import portable_files
 
 COMMIT_FILES = 100  # at most in a commit; files of a commit that was not made are uploaded, and not uploaded again
 SHOWN_FILES = 20

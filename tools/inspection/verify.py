@@ -107,7 +107,7 @@ def check_url(url: str, *, quick: bool, deep: bool, repair: bool) -> tuple[Verif
             f"verify '{url}': --deep and --repair need the store in a folder. Copy it first, as with "
             "'aws s3 sync s3://BUCKET/NAME FOLDER'."
         )
-    from ...datasets.maintenance.remote_verify import verify_remote
+    from .remote_verify import verify_remote
 
     return verify_remote(url, quick=quick), {}
 

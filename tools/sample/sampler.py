@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from ...datasets.batches.latents import denormalise, normalise
-from ...datasets.format.buckets import MAX_RATIO, assign_bucket, bucket_name, bucket_size
+from ...datasets.format.buckets import bucket_name, bucket_size
 from ...errors import RecipeError, RecordRejected, RunError, SourceError
 from ...precompute.config import MAX_CROP_SHARE
+from ...precompute.images.bucket_tables import MAX_RATIO, assign_bucket
 from ...precompute.images.decoders import Decoders
 from ...train.models.build import most_tokens_a_side, patch_of
 from ...train.optim.precision import autocast_dtype

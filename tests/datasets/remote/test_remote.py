@@ -30,7 +30,6 @@ from typer.testing import CliRunner
 from leandit.datasets.disk import files
 from leandit.datasets.format.schema import FileEntry, Manifest
 from leandit.datasets.loader import make_loader
-from leandit.datasets.maintenance.remote_verify import verify_remote
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.remote import cache, failures, opening
 from leandit.datasets.remote import reader as remote_reader
@@ -49,6 +48,7 @@ from leandit.errors import (
     StoreNotFound,
 )
 from leandit.tools.cli.commands import app
+from leandit.tools.inspection.remote_verify import verify_remote
 from leandit.tools.inspection.store_facts import StoreFacts
 from leandit.tools.plan.dry_run import describe_train
 from leandit.tools.plan.workload import workload_of_stores

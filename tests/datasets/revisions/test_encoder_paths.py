@@ -9,12 +9,12 @@ import pytest
 from making import TRAIN_RECIPE, encode, label_recipe, no_progress
 from typer.testing import CliRunner, Result
 
-from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.revisions.local import encoder_section, openable, with_stored_encoder_paths
 from leandit.datasets.store import LatentStore
 from leandit.errors import EncoderError
 from leandit.precompute.encoders.model_files import local_folder
 from leandit.tools.cli.commands import app
+from leandit.tools.export.compact import compact
 from leandit.train.parallel.stop import StopRequest
 
 TINY = ["model.name=DiT-S/4", "model.num_classes=0", "run.compile=false", *TRAIN_RECIPE, "run.steps=1"]

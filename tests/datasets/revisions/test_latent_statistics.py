@@ -18,11 +18,11 @@ from leandit.datasets.batches.latents import normalised_as
 from leandit.datasets.disk.hashing import canonical_json
 from leandit.datasets.format.schema import Decoding, LatentSpec, LatentStatistics
 from leandit.datasets.loader import make_loader
-from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.revisions.catalog import read_manifest, sealed_revisions
 from leandit.datasets.revisions.latent_statistics import merge_statistics, statistics_of
 from leandit.datasets.store import LatentStore
 from leandit.errors import RecipeError
+from leandit.tools.export.compact import compact
 
 SHIFT, SCALE = [0.5, -1.0, 2.0], [0.18215, -2.0, 1.0]
 spec_of = partial(latent_spec, shift=SHIFT, scale=SCALE)

@@ -13,10 +13,10 @@ from making import label_recipe, loaded_encoders, make_class_folder, smooth_imag
 from PIL import Image
 from stores import checked, deep
 
-from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.store import LatentStore
 from leandit.errors import ResourceError, SourceError
 from leandit.precompute.encoders.vae import ImageEncoder
+from leandit.tools.export.compact import compact
 from leandit.tools.inspection.store_facts import StoreFacts
 from leandit.tools.inspection.store_text import render
 

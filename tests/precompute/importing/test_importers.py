@@ -41,12 +41,12 @@ from stores import checked
 from leandit.datasets.batches.latents import denormalise, final_latents
 from leandit.datasets.disk import files
 from leandit.datasets.disk.files import Failpoint
-from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.revisions.plan import read_plan
 from leandit.datasets.store import LatentStore
 from leandit.errors import FingerprintMismatch, RecipeError, ResourceError, SourceError
 from leandit.precompute.config import load as load_precompute
+from leandit.tools.export.compact import compact
 from leandit.tools.inspection.store_facts import StoreFacts
 from leandit.tools.inspection.store_text import render
 from leandit.train.loop import train

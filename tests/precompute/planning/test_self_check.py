@@ -18,7 +18,6 @@ from making import CPU, make_class_folder, no_progress, smooth_image
 from tiny_autoencoders import save_autoencoder
 
 from leandit.datasets.format.schema import Manifest
-from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.revisions.catalog import read_manifest
 from leandit.datasets.store import LatentStore
 from leandit.errors import EncoderError
@@ -26,6 +25,7 @@ from leandit.precompute import pipeline
 from leandit.precompute.config import load
 from leandit.precompute.encoders.vae import ImageEncoder
 from leandit.precompute.planning.self_check import NUM_IMAGES
+from leandit.tools.export.compact import compact
 from leandit.tools.inspection.store_facts import StoreFacts
 from leandit.tools.inspection.store_text import render
 

@@ -14,11 +14,11 @@ from stores import content, deep, make_grown, small_shards
 
 from leandit.datasets.format.layout import CaptionLayout
 from leandit.datasets.format.token_dtypes import ON_DISK, narrow, widen
-from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.store import LatentStore
 from leandit.errors import EncoderError
 from leandit.precompute.encoders.text.encoder import CaptionEncoder, EncodedCaptions
+from leandit.tools.export.compact import compact
 
 pytestmark = pytest.mark.usefixtures("tiny_models")
 

@@ -36,7 +36,6 @@ from making import (
 from runs import run_to
 
 from leandit.datasets.loader import make_loader
-from leandit.datasets.maintenance.remote_verify import verify_remote
 from leandit.datasets.maintenance.repair import repair_without_encoding
 from leandit.datasets.maintenance.verify import REVISION_FILES, Verification, verify_store
 from leandit.datasets.store import LatentStore
@@ -45,6 +44,7 @@ from leandit.tools.cli.main import main
 from leandit.tools.export import publish as publishing
 from leandit.tools.export.cards import Terms, model_card
 from leandit.tools.export.publish import publish
+from leandit.tools.inspection.remote_verify import verify_remote
 from leandit.train.models.spec import AdapterSpec, ModelSpec
 from leandit.train.sampling.snapshot import load_snapshot
 

@@ -17,9 +17,9 @@ from leandit.datasets.batches.batch import Batch
 from leandit.datasets.batches.latents import denormalise, final_latents, normalised_as
 from leandit.datasets.format.buckets import bucket_size
 from leandit.datasets.format.schema import LatentStatistics
-from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.store import LatentStore
 from leandit.errors import RecipeError
+from leandit.tools.export.compact import compact
 from leandit.train.run.data import build_loader
 from leandit.train.run.fit import model_spec
 from leandit.train.run.manifest import read_run_manifest

@@ -134,7 +134,7 @@ def compact(
 
     Example: leandit compact imagenet-256 --out imagenet-256-compact
     """
-    from ....datasets.maintenance.compact import compact as run
+    from ...export.compact import compact as run
     from ...terminal.progress import ProgressLine
 
     with ProgressLine() as progress:

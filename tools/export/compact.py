@@ -16,13 +16,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
-from ...errors import DamageError, LeanditError, RecipeError, ResourceError, StoreError
-from ...units import readable_size
-from ..disk.files import move, temporary_folder
-from ..disk.strays import sweep_strays
-from ..format.layout import CaptionLayout, Part
-from ..format.schema import Fallback, Manifest, Reject, StoreSpec
-from ..format.table_schemas import (
+from ...datasets.disk.files import move, temporary_folder
+from ...datasets.disk.strays import sweep_strays
+from ...datasets.format.layout import CaptionLayout, Part
+from ...datasets.format.schema import Fallback, Manifest, Reject, StoreSpec
+from ...datasets.format.table_schemas import (
     CAPTION_RESULTS,
     CAPTION_START,
     PLAN_SCHEMA,
@@ -33,12 +31,14 @@ from ..format.table_schemas import (
     plan_schema,
     suffixes,
 )
-from ..revisions.catalog import planned_revisions, read_manifest, sealed_revisions
-from ..revisions.commits import new_results, nonfinite_caption
-from ..revisions.local import openable, with_stored_encoder_paths
-from ..revisions.plan import FrozenPlan, freeze_plan, read_plan
-from ..revisions.writer import StoreWriter, row_checksum
-from ..store import LatentStore
+from ...datasets.revisions.catalog import planned_revisions, read_manifest, sealed_revisions
+from ...datasets.revisions.commits import new_results, nonfinite_caption
+from ...datasets.revisions.local import openable, with_stored_encoder_paths
+from ...datasets.revisions.plan import FrozenPlan, freeze_plan, read_plan
+from ...datasets.revisions.writer import StoreWriter, row_checksum
+from ...datasets.store import LatentStore
+from ...errors import DamageError, LeanditError, RecipeError, ResourceError, StoreError
+from ...units import readable_size
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
 Columns = dict[str, pa.Array | pa.ChunkedArray]

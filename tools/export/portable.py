@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from ...datasets.disk.hashing import canonical_json, xxh3_file
+from ...datasets.format.layout import LOCAL, MANIFEST, revision_prefix, zarr_files
+from ...datasets.format.schema import FileEntry, Manifest
+from ...datasets.revisions.catalog import file_entry, read_manifest, sealed_revisions
+from ...datasets.revisions.local import portable, read_local
 from ...errors import DamageError
-from ..disk.hashing import canonical_json, xxh3_file
-from ..format.layout import LOCAL, MANIFEST, revision_prefix, zarr_files
-from ..format.schema import FileEntry, Manifest
-from ..revisions.catalog import file_entry, read_manifest, sealed_revisions
-from ..revisions.local import portable, read_local
 
 
 class StoreFiles(NamedTuple):

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from ...datasets.disk.files import write_atomic
+from ...datasets.format.layout import GROUP, LEASES, REVISIONS
+from ...datasets.format.schema import FileEntry
+from ...datasets.maintenance.findings import shard_place
+from ...datasets.maintenance.verify import Problem, Verification, check_file, verify_store
+from ...datasets.remote.opening import url_in_errors
+from ...datasets.remote.reader import RemoteReader
 from ...errors import DamageError, StoreNotFound
-from ..disk.files import write_atomic
-from ..format.layout import GROUP, LEASES, REVISIONS
-from ..format.schema import FileEntry
-from ..remote.opening import url_in_errors
-from ..remote.reader import RemoteReader
-from .findings import shard_place
-from .verify import Problem, Verification, check_file, verify_store
 
 REQUESTS = 8  # at a time
 

@@ -23,10 +23,10 @@ from making import (
 from stores import ImageSource, content, copy_of, files_of, make_grown, read_all
 
 from leandit.datasets.format.schema import Manifest
-from leandit.datasets.maintenance.compact import compact
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.store import LatentStore
 from leandit.errors import DamageError, ResourceError, StoreError
+from leandit.tools.export.compact import compact
 
 PACKED = ("vae.flip=true", "store.codec=zstd")
 LITTER = ".leandit-tmp-"

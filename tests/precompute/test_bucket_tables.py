@@ -11,18 +11,18 @@ from diffusers.pipelines.sana import pipeline_sana
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leandit.datasets.format.buckets import (
+from leandit.datasets.format.buckets import adm_sizes
+from leandit.errors import RecipeError
+from leandit.precompute.config import ImagesSection
+from leandit.precompute.images.bucket_tables import (
     PIXART_1024,
     PIXART_2880,
     PIXART_RESOLUTIONS_PX,
-    adm_sizes,
     area_step,
     assign_bucket,
     bucket_table,
     resize_filter,
 )
-from leandit.errors import RecipeError
-from leandit.precompute.config import ImagesSection
 
 PUBLISHED = {
     256: pipeline_pixart_alpha.ASPECT_RATIO_256_BIN,
