@@ -104,7 +104,7 @@ def rows_are_in_an_order_of_the_process() -> None:
     fresh = compare.all_fresh
 
     def shuffled(records: Sequence[SourceRecord]) -> Any:
-        found = random.Random(os.getpid()).sample(records, len(records))
+        found = random.Random(os.getpid()).sample(list(records), len(records))
         return fresh(spool(record_batches(found), lambda _: None))
 
     planner.all_fresh = shuffled
