@@ -4,7 +4,7 @@
         ...                                                         # batch.latents, .labels, .captions
 
 The state of a loader is one number and what must not change. Threads read ahead: worker processes make a cheap loader
-ten times slower. To use them anyway, read batches by number, in any order, on any rank:
+ten times slower. To use them anyway, read batches by number, in any order:
 
     DataLoader(BatchReader([store], plan), batch_size=None, sampler=range(step, steps), num_workers=4)
 """
@@ -12,48 +12,26 @@ ten times slower. To use them anyway, read batches by number, in any order, on a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
 
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ..errors import RunError
+from ..errors import RecipeError, RunError
 from .batches.batch import Batch
 from .batches.captions import TextForm
+from .batches.gather import Gatherer
 from .batches.latents import Normalise
 from .batches.reader import BatchReader
-from .batches.row_checks import RowCheck
+from .batches.resolve import Resolver
+from .batches.row_checks import RowCheck, RowChecks
 from .batches.stream import BatchStream, is_gpu
 from .order.batch_plan import BatchPlan, Leftovers
 from .order.caption_odds import CaptionOdds
 from .order.filters import Selection
 from .order.shuffle import ShardWindow
 from .store import LatentStore
-
-
-class BatchLoader(StatefulDataLoader):
-    """``StatefulDataLoader`` over a ``BatchStream``; its length is the number of batches of an epoch.
-
-    It shares the stream's state and returns its batches directly: torchdata's per-batch work for worker processes and
-    profilers takes a seventh of the time of a batch of small latents.
-    """
-
-    dataset: BatchStream
-
-    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return iter(self.dataset) if self.collate_fn is _unchanged else map(self.collate_fn, self.dataset)
-
-    def state_dict(self) -> dict[str, Any]:
-        """See ``BatchStream``."""
-        return self.dataset.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See ``BatchStream``."""
-        self.dataset.load_state_dict(state_dict)
-
-    def __len__(self) -> int:
-        return self.dataset.num_batches
 
 
 def make_loader(
@@ -67,6 +45,7 @@ def make_loader(
     rank: int = 0,
     world_size: int = 1,
     text: TextForm = "padded",
+    texts: Sequence[str] | None = None,
     features: Sequence[str] | None = None,
     companions: Sequence[str] | None = None,
     prefetch: int = 2,
@@ -75,8 +54,11 @@ def make_loader(
     normalise: Normalise = "encoder",
     check: RowCheck = "first",
     collate_fn: Callable[[Batch], Any] | None = None,
-) -> BatchLoader:
+) -> StatefulDataLoader:
     """Loader over a store: each pass is one epoch, ``state_dict()`` resumes at any batch.
+
+    It is ``torchdata``'s own over a ``BatchStream``, its ``dataset``. A state that is loaded counts, and is checked,
+    when the loader is iterated next.
 
     Args:
       store: an open store.
@@ -88,6 +70,7 @@ def make_loader(
       rank: this process reads its slice of every global batch.
       world_size: number of slices.
       text: captions "padded" to the longest of the batch, "packed" one after the other, or "none".
+      texts: names of the text encoders to read; None for all in the store.
       features: names of the image features to read; None for all in the store.
       companions: names of the companion images, likewise.
       prefetch: batches read ahead.
@@ -101,22 +84,41 @@ def make_loader(
       wrong.
     """
     device = None if device is None else torch.device(device)
+    if text not in get_args(TextForm):
+        raise RecipeError(f"text {text!r}: expected one of {', '.join(get_args(TextForm))}.")
     buckets = selection.counts if selection else store.buckets
     plan = BatchPlan(buckets, global_batch, seed, leftovers=leftovers, window=window, selection=selection)
     reader = BatchReader(
         [store],
         plan,
-        rank=rank,
-        world_size=world_size,
-        text=text,
-        features=features,
-        companions=companions,
-        pin=is_gpu(device),
-        caption_odds=[caption_odds],
+        resolver=Resolver(
+            [store],
+            [plan],
+            rank=rank,
+            world_size=world_size,
+            captions=text != "none",
+            caption_odds=[caption_odds],
+        ),
+        gatherer=Gatherer(
+            [store],
+            texts=[] if text == "none" else texts,
+            features=features,
+            companions=companions,
+            pin=is_gpu(device),
+        ),
+        checks=RowChecks([store], check),
         normalise=normalise,
-        check=check,
+        pads=text == "padded",
     )
-    return loader_of(BatchStream(reader, prefetch=prefetch, device=device), collate_fn)
+    check_not_empty(store, plan)
+    stream = BatchStream(reader, prefetch=prefetch, device=device)
+    collate: Any = collate_fn  # torchdata calls it with a list of samples, or as here with each batch
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it, torch 2.13 warns
+        # With a generator of its own, a loader draws no seed for workers from torch's global one.
+        return StatefulDataLoader(
+            stream, batch_size=None, num_workers=0, collate_fn=collate, generator=torch.Generator()
+        )
 
 
 def shard_window(store: LatentStore, shards: int, selection: Selection | None = None) -> ShardWindow:
@@ -128,24 +130,7 @@ def shard_window(store: LatentStore, shards: int, selection: Selection | None = 
     return ShardWindow(shards, rows)
 
 
-def loader_of(stream: BatchStream, collate_fn: Callable[[Batch], Any] | None = None) -> BatchLoader:
-    """A ``torchdata`` loader over a stream, for example of a mixture of stores; ``collate_fn`` as in ``make_loader``.
-
-    Raises: RunError: a store has no records.
-    """
-    for store, plan in zip(stream.reader.stores, stream.reader.order.plans, strict=True):
-        check_not_empty(store, plan)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it, torch 2.13 warns
-        collate: Any = collate_fn or _unchanged
-        return BatchLoader(stream, batch_size=None, num_workers=0, collate_fn=collate)
-
-
 def check_not_empty(store: LatentStore, plan: BatchPlan) -> None:
     """Raises: RunError: the store has no records."""
     if not plan.num_records:
         raise RunError(f"store '{store.path}': it holds no records, so there is nothing to train on.")
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 
 from ..disk.cached import cached_property
@@ -14,27 +13,6 @@ from ..format.schema import LatentSpec
 from .captions import Captions
 from .latents import final_latents, mean_latents
 from .view_sizes import DrawnViews
-
-
-class Records(NamedTuple):
-    """Some records of one bucket, looked up and not yet read.
-
-    Args:
-      rows: (B,) int64 in ``store.latents(bucket)``.
-      records: (B,) int64 positions in the records table.
-      labels: (B,) class index, -1 for none.
-      views: (B,) int64 the crop to read of each image, flipped or not, as ``view_suffixes`` numbers them; None if the
-        store has one view.
-      caption_ids: (B,) int64 the caption chosen for each, or None.
-      draw_keys: (B,) int64 keys of the posterior draw, or None without a posterior.
-    """
-
-    rows: np.ndarray
-    records: np.ndarray
-    labels: np.ndarray
-    views: np.ndarray | None
-    caption_ids: np.ndarray | None
-    draw_keys: np.ndarray | None
 
 
 @dataclass(frozen=True, eq=False, repr=False)

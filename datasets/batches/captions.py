@@ -17,7 +17,9 @@ from torch import Tensor
 
 from ..arrays.tokens import CaptionTokens
 from ..disk.cached import cached_property
-from .buffer_pool import BufferPool
+from ..format.row_layout import EMBEDDINGS, POOLED, SCALES
+from ..format.schema import TextSpec
+from .gather import GatheredCaptions
 
 TextForm = Literal["padded", "packed", "none"]
 
@@ -131,21 +133,23 @@ class Captions:
         return replace(self, **{name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)})
 
 
-def read_captions(tokens: CaptionTokens, caption_ids: np.ndarray, buffers: BufferPool) -> Captions:
-    """Gather captions (B,) of a text encoder."""
-    pooled = None
-    if tokens.spec.pooled_width:
-        rows = buffers.take((len(caption_ids), tokens.spec.pooled_width), tokens.pooled.dtype)
-        pooled = _as_tensor(tokens.pooled.take(tokens.pooled_rows[caption_ids], out=rows), tokens.spec.pooled_dtype)
-    if not tokens.spec.has_tokens:
-        return Captions.packed(torch.zeros(0, 0), [0] * len(caption_ids), pooled=pooled)
-    starts, lengths = tokens.starts[caption_ids], tokens.lengths[caption_ids]
-    gathered = []
-    for array in tokens.arrays:
-        rows = buffers.take((int(lengths.sum()), *array.row_shape), array.dtype)
-        gathered.append(array.take_ranges(starts, lengths, out=rows))
-    scales = torch.from_numpy(gathered[1]) if len(gathered) == 2 else None
-    return Captions.packed(_as_tensor(gathered[0], tokens.spec.dtype), lengths.tolist(), scales, pooled)
+def captions_from_rows(spec: TextSpec, gathered: GatheredCaptions, count: int) -> Captions:
+    """The captions of ``count`` images from their gathered rows.
+
+    Args:
+      spec: describes the captions of the text encoder.
+    """
+    pooled = gathered.arrays.get(POOLED)
+    vectors = None if pooled is None else _as_tensor(pooled, spec.pooled_dtype)
+    if EMBEDDINGS not in gathered.arrays:
+        return Captions.packed(torch.zeros(0, 0), [0] * count, pooled=vectors)
+    scales = gathered.arrays.get(SCALES)
+    return Captions.packed(
+        _as_tensor(gathered.arrays[EMBEDDINGS], spec.dtype),
+        gathered.lengths.tolist(),
+        scales=None if scales is None else torch.from_numpy(scales),
+        pooled=vectors,
+    )
 
 
 def caption_of(tokens: np.ndarray | None, pooled: np.ndarray | None) -> Captions:

@@ -1,133 +1,199 @@
-"""Checks the rows of a batch against the checksums in the tables, before the batch is used.
+"""The fourth stage of a batch: its rows are compared with the checksums in the tables before the batch is used.
 
-Opening a store compares sizes and one row a shard; only its checksum shows a changed byte within a row. The thread that
-reads a batch reads its unchecked rows again, now from the page cache, and hashes them: a few percent of the first pass,
-nothing afterwards. A store at a URL needs no such checks: every shard is hashed when it is fetched.
+Opening a store compares sizes and one row a shard; only its checksum shows a changed byte within a row. The memory that
+was gathered is hashed, so no row is read twice: what is compared is what trains. Later passes hash nothing. A store at
+a URL needs no such checks: every shard is hashed when it is fetched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
-from ...errors import DamageError
+from ...errors import DamageError, RecipeError
 from ..arrays.shard_file import REPAIR
 from ..arrays.sharded_array import ShardedArray
 from ..arrays.tokens import CaptionTokens
 from ..disk.hashing import xxh3_64
-from ..format.row_layout import LATENTS, bucket_part, row_arrays
+from ..format.row_layout import POOLED
 from ..store import LatentStore
-from .batch import Records
+from .gather import GatheredBatch, GatheredCaptions, record_arrays
+from .resolve import ResolvedBatch
 
 RowCheck = Literal["first", "always", "never"]
 """When rows are checked: the first time that this process reads them, each time, or never."""
-
-Place = tuple[ShardedArray, np.ndarray, np.ndarray | None]
-"""An array, the first row in it of each of B records or captions, and their numbers of rows; None for one each."""
 
 
 class RowChecks:
     """Checks the rows of batches, in any thread: two of them may check a row that both read.
 
     Args:
-      stores: that are read.
-      when: rows are checked.
-      groups: names of the features and companion images that are read beside the latents.
+      stores: the stores that batches are read from.
+      when: when rows are checked.
+    Raises: RecipeError: ``when`` is unknown.
     """
 
-    def __init__(self, stores: Sequence[LatentStore], when: RowCheck, groups: Sequence[str]) -> None:
-        self._stores, self._when, self._groups = stores, when, groups
-        self._checked: dict[tuple[int, str], np.ndarray] = {}  # a bit for each record or caption of each store
+    def __init__(self, stores: Sequence[LatentStore], when: RowCheck = "first") -> None:
+        if when not in get_args(RowCheck):
+            raise RecipeError(f"check {when!r}: expected one of {', '.join(get_args(RowCheck))}.")
+        self._stores = list(stores)
+        self._when: RowCheck = when
+        self._checked: dict[tuple[int, str], np.ndarray] = {}  # a bit for each record and each caption of each store
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RowChecks, (self._stores, self._when, self._groups)
+        return RowChecks, (self._stores, self._when)
 
-    def check(self, number: int, bucket: str, read: Records) -> None:
-        """Check the rows that were read for a batch.
+    def check(self, resolved: ResolvedBatch, gathered: GatheredBatch) -> None:
+        """Check the rows of a batch that have not been checked.
 
-        Args:
-          number: of the store.
         Raises: DamageError: names the first damaged record or caption, its shard and the remedy; again on each call.
         """
-        store = self._stores[number]
+        store = self._stores[resolved.store]
         if self._when == "never" or store.remote is not None:
             return
-        bits = self._bits(number, "records", store.checksums())
-        new = _missing(bits, read.records)
-        rows, records = read.rows[new], read.records[new]
-        for group in (LATENTS, *self._groups) if len(new) else ():
-            check_rows(store, bucket, group, rows, records)
-        self._add(bits, records)
-        if read.caption_ids is not None:
-            bits = self._bits(number, "captions", store.caption_checksums(store.texts[0]))
-            ids = read.caption_ids[_missing(bits, read.caption_ids)]
-            for name in store.texts if len(ids) else ():
-                places = _caption_places(store.text(name), ids)
-                if (i := _first_damaged(places, store.caption_checksums(name)[ids])) is not None:
-                    text = store.captions["text"][int(ids[i])].as_py()
-                    raise _damage(store, f"caption {ids[i]} ({text[:60]!r}) of text encoder '{name}'", places, i)
-            self._add(bits, ids)
+        bits = self._bits(resolved.store, "records", store.num_records)
+        unchecked = _unchecked(bits, resolved.records)
+        if len(unchecked):
+            everything = len(unchecked) == len(resolved.rows)
+            selected = slice(None) if everything else unchecked  # a slice copies nothing
+            for group, arrays in gathered.records.items():
+                check_records(
+                    store,
+                    resolved.bucket,
+                    group,
+                    [array[selected] for array in arrays.values()],
+                    rows=resolved.rows[selected],
+                    records=resolved.records[selected],
+                    views=None if resolved.views is None else resolved.views[selected],
+                )
+            self._mark(bits, resolved.records[unchecked])
+        if resolved.caption_ids is None:
+            return
+        bits = self._bits(resolved.store, "captions", store.num_captions)
+        unchecked = _unchecked(bits, resolved.caption_ids)
+        if len(unchecked):
+            for name, captions in gathered.captions.items():
+                _check_captions(store, name, resolved.caption_ids, captions, unchecked)
+            self._mark(bits, resolved.caption_ids[unchecked])
 
-    def _bits(self, number: int, kind: str, checksums: np.ndarray) -> np.ndarray:
-        if (number, kind) not in self._checked:
-            self._checked[number, kind] = np.zeros(-(-len(checksums) // 8), np.uint8)
-        return self._checked[number, kind]
+    def _bits(self, store: int, table: str, num_rows: int) -> np.ndarray:
+        if (store, table) not in self._checked:
+            self._checked[store, table] = np.zeros(-(-num_rows // 8), np.uint8)
+        return self._checked[store, table]
 
-    def _add(self, bits: np.ndarray, positions: np.ndarray) -> None:
+    def _mark(self, bits: np.ndarray, positions: np.ndarray) -> None:
         if self._when == "first":
             np.bitwise_or.at(bits, positions >> 3, np.left_shift(1, positions & 7).astype(np.uint8))
 
 
-def group_arrays(store: LatentStore, bucket: str, group: str) -> list[ShardedArray]:
-    """The arrays of the latents, a feature or a companion of a bucket, of one view after the other."""
-    return [store.array(f"{bucket_part(bucket)}/{path}") for path in row_arrays(store.spec, bucket, group)]
-
-
-def _missing(bits: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def _unchecked(bits: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Indexes of the positions, (B,), whose bit is not set, each position once."""
-    new = np.flatnonzero(bits[positions >> 3] >> (positions & 7).astype(np.uint8) & 1 == 0)
-    return new[np.unique(positions[new], return_index=True)[1]]
+    is_set = bits[positions >> 3] >> (positions & 7).astype(np.uint8) & 1
+    indexes = np.flatnonzero(is_set == 0)
+    return indexes[np.unique(positions[indexes], return_index=True)[1]]
 
 
-def check_rows(store: LatentStore, bucket: str, group: str, rows: np.ndarray, records: np.ndarray) -> None:
-    """Compare rows of a group (the latents, a feature, a companion) with their checksums in the records table.
+def check_records(
+    store: LatentStore,
+    bucket: str,
+    group: str,
+    gathered: Sequence[np.ndarray],
+    *,
+    rows: np.ndarray,
+    records: np.ndarray,
+    views: np.ndarray | None = None,
+) -> None:
+    """Compare gathered rows of the latents, a feature or a companion with their checksums in the records table.
 
     Args:
-      rows: (B,) in the arrays of the group.
-      records: (B,) positions of their records in that table.
+      group: LATENTS, or the name of the feature or companion.
+      gathered: (B, ...) rows of each array of the group, in the order of the checksum.
+      rows: (B,) int64 their rows in the arrays of the group.
+      records: (B,) int64 positions of their records in that table.
+      views: (B,) int64 the view of each row; None: the planned crop, not flipped.
     Raises: DamageError: names the first damaged record.
     """
-    places: list[Place] = [(array, rows, None) for array in group_arrays(store, bucket, group)]
-    if (i := _first_damaged(places, store.checksums(group)[records])) is not None:
-        key = store.record_columns(("key",))["key"][int(records[i])].as_py()
-        raise _damage(store, f"record '{key}' (bucket '{bucket}', row {rows[i]})", places, i)
+    arrays = list(record_arrays(store, bucket, group).values())
+    parts = gathered
+    if len(arrays[0]) > 1:
+        drawn = np.zeros(len(rows), np.int64) if views is None else views
+        parts = _all_views(arrays, gathered, rows, drawn)
+    checksums = store.checksums(group)[records].tolist()
+    for i, checksum in enumerate(checksums):
+        if xxh3_64(*[part[i].reshape(-1).view(np.uint8) for part in parts]) != checksum:
+            key = store.record_columns(("key",))["key"][int(records[i])].as_py()
+            shards = list[str]()
+            for views_of_array in arrays:
+                for array in views_of_array:
+                    shards += array.shard_paths(rows[i : i + 1])
+            raise _damage(store, f"record '{key}' (bucket '{bucket}', row {rows[i]})", shards)
 
 
-def _caption_places(captions: CaptionTokens, ids: np.ndarray) -> list[Place]:
-    """Where captions of a text encoder lie: their tokens, then their pooled vectors."""
-    places = list[Place]()
-    if captions.spec.has_tokens:
-        places += [(array, captions.starts[ids], captions.lengths[ids]) for array in captions.arrays]
-    if captions.spec.pooled_width:
-        places.append((captions.pooled, captions.pooled_rows[ids], None))
-    return places
+def _all_views(
+    arrays: Sequence[Sequence[ShardedArray]],
+    gathered: Sequence[np.ndarray],
+    rows: np.ndarray,
+    drawn: np.ndarray,
+) -> list[np.ndarray]:
+    """(B, ...) rows of every view in the order of the checksum, which is of all views; those not drawn are read now.
+
+    Args:
+      arrays: for each array of a group, the arrays of all views.
+      drawn: (B,) int64 the view that was gathered of each row.
+    """
+    parts = list[np.ndarray]()
+    for view in range(len(arrays[0])):
+        is_other = drawn != view
+        for gathered_rows, views_of_array in zip(gathered, arrays, strict=True):
+            part = gathered_rows.copy()
+            part[is_other] = views_of_array[view].take(rows[is_other])
+            parts.append(part)
+    return parts
 
 
-def _first_damaged(places: Sequence[Place], checksums: np.ndarray) -> int | None:
-    """The first of B records or captions whose rows in all arrays together do not have its checksum; None if all do."""
-    stored = list[Any]()
-    for array, starts, lengths in places:
-        rows = array.take(starts) if lengths is None else array.take_ranges(starts, lengths)
-        as_bytes = rows.reshape(len(rows), -1).view(np.uint8)
-        stored.append(as_bytes if lengths is None else np.split(as_bytes, np.cumsum(lengths)[:-1]))
-    parts = enumerate(zip(checksums, *stored, strict=True))
-    return next((i for i, (checksum, *rows) in parts if xxh3_64(*rows) != checksum), None)
+def _check_captions(
+    store: LatentStore, name: str, caption_ids: np.ndarray, gathered: GatheredCaptions, indexes: np.ndarray
+) -> None:
+    """Compare gathered captions of a text encoder with their checksums in the captions table.
+
+    Args:
+      caption_ids: (B,) ids of the captions.
+      indexes: indexes of the captions to compare.
+    Raises: DamageError: names the first damaged caption.
+    """
+    ends = np.cumsum(gathered.lengths).tolist()
+    lengths = gathered.lengths.tolist()
+    checksums = store.caption_checksums(name)[caption_ids[indexes]].tolist()
+    for index, checksum in zip(indexes.tolist(), checksums, strict=True):
+        rows = list[np.ndarray]()
+        for array_name, array in gathered.arrays.items():
+            span = slice(index, index + 1)
+            if array_name != POOLED:
+                span = slice(ends[index] - lengths[index], ends[index])
+            rows.append(array[span].reshape(-1).view(np.uint8))
+        if xxh3_64(*rows) != checksum:
+            caption_id = int(caption_ids[index])
+            text = store.captions["text"][caption_id].as_py()
+            raise _damage(
+                store,
+                f"caption {caption_id} ({text[:60]!r}) of text encoder '{name}'",
+                _caption_shards(store.text(name), caption_id),
+            )
 
 
-def _damage(store: LatentStore, what: str, places: Sequence[Place], i: int) -> DamageError:
-    shards = [path for array, starts, _ in places for path in array.shard_paths(starts[i : i + 1])]
+def _caption_shards(tokens: CaptionTokens, caption_id: int) -> list[str]:
+    """Paths of the shards that hold the rows of a caption."""
+    places = list[tuple[ShardedArray, int]]()
+    if tokens.spec.has_tokens:
+        places += [(array, int(tokens.starts[caption_id])) for array in tokens.arrays]
+    if tokens.spec.pooled_width:
+        places.append((tokens.pooled, int(tokens.pooled_rows[caption_id])))
+    return [path for array, row in places for path in array.shard_paths(np.array([row]))]
+
+
+def _damage(store: LatentStore, what: str, shards: Sequence[str]) -> DamageError:
     names = " or ".join(f"'{path}'" for path in shards)
     return DamageError(
         f"store '{store.path}': {what} in shard {names} does not match its checksum: its bytes differ from those "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -31,7 +31,8 @@ RESUME = "Resume with the same store and recipe, or start a new run."
 class BatchStream(IterableDataset):
     """The batches of an order, from the current position to the end of the epoch; iterate again for the next epoch.
 
-    An order without epochs, such as a mixture, never ends.
+    An order without epochs, such as a mixture, never ends. The stream is its own iterator, with one position:
+    ``state_dict`` says where it is, and ``torchdata`` saves and loads it as the state of a loader.
 
     Args:
       reader: reads the batches.
@@ -46,9 +47,12 @@ class BatchStream(IterableDataset):
             raise RecipeError(f"a prefetch of {prefetch!r} batches: expected a whole number, 0 or more.")
         if is_gpu(device) and not torch.cuda.is_available():
             raise RecipeError(f"device '{device}': torch {torch.__version__} sees no GPU here.")
-        self.reader, self._prefetch, self._device = reader, prefetch, device
+        self.reader = reader
+        self._prefetch = prefetch
+        self._device = device
         self.number = 0
-        self._num_loads = 0  # of states
+        self._end: int | None = None  # number of the batch after the last of the epoch; None: there is none
+        self._find_end()
         self.wait_seconds = 0.0
         self._fetched = range(0)  # batches whose shards were requested, of a store at a URL
         self._remotes = [store.remote for store in dict.fromkeys(reader.stores) if store.remote is not None]
@@ -71,8 +75,7 @@ class BatchStream(IterableDataset):
         """Epoch of the next batch; 0 for an order without epochs."""
         return self._plan.place_of(self.number)[0] if self._plan else 0
 
-    @property
-    def num_batches(self) -> int:
+    def __len__(self) -> int:
         """Batches in the epoch of the next batch.
 
         Raises: TypeError: the order has no epochs.
@@ -81,24 +84,22 @@ class BatchStream(IterableDataset):
             raise TypeError("a mixture or stages have no epochs, so they have no length")
         return self._plan.num_batches(self.epoch)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> BatchStream:
         if get_worker_info() is not None:
             raise RunError(
                 "loader: a stream of batches reads ahead in threads and cannot be split over worker processes. Use "
                 "num_workers=0, or DataLoader(stream.reader, batch_size=None, sampler=range(step, steps), ...)."
             )
-        loads, end = -1, None
-        while True:
-            if loads != self._num_loads:  # at the start, and where a state was loaded during the yield
-                loads, end = self._num_loads, self._plan.batches_before(self.epoch + 1) if self._plan else None
-            if end is not None and self.number >= end:
-                return
-            batch = self._next()
-            self.number += 1  # before the yield, so that the state counts this batch
-            yield batch
+        self._find_end()
+        return self
 
-    def _next(self) -> Batch:
-        """Take the next batch; reading ahead crosses the end of the epoch."""
+    def _find_end(self) -> None:
+        self._end = self._plan.batches_before(self.epoch + 1) if self._plan else None
+
+    def __next__(self) -> Batch:
+        """The next batch; reading ahead crosses the end of the epoch."""
+        if self._end is not None and self.number >= self._end:
+            raise StopIteration
         start = time.perf_counter()
         if self._remotes and self.number not in self._fetched:
             self._fetched = range(self.number, self.number + FETCH_EVERY)
@@ -108,6 +109,7 @@ class BatchStream(IterableDataset):
         if self._side is not None:
             # Otherwise its memory could be reused while the GPU still computes on it.
             batch.record_stream(torch.cuda.current_stream(self._device))
+        self.number += 1
         return batch
 
     def _take_ahead(self) -> Batch:
@@ -166,10 +168,11 @@ class BatchStream(IterableDataset):
 
     def state_dict(self) -> dict[str, Any]:
         """Position of the stream, and everything that must be the same on resume."""
-        seeds, passes = self.reader.seeds, None
+        seeds = self.reader.resolver.seeds
+        passes = None
         if self._plan:
-            epoch, inside = self._plan.place_of(self.number)
-            passes = epoch + bool(inside)
+            epoch, index = self._plan.place_of(self.number)
+            passes = epoch + 1 if index else epoch
         return {
             "version": STATE_VERSION,
             "number": self.number,
@@ -177,7 +180,7 @@ class BatchStream(IterableDataset):
             "root_hashes": [store.content_hash for store in self.reader.stores],
             "order": self.reader.order.identity(),
             "draw_seed": seeds[0] if len(set(seeds)) == 1 else seeds,
-            "caption_odds": self.reader.caption_odds,
+            "caption_odds": self.reader.resolver.caption_odds,
         }
 
     def load_state_dict(self, state: dict[str, Any], *, reseeded: bool = False) -> None:
@@ -192,23 +195,31 @@ class BatchStream(IterableDataset):
         """
         if not isinstance(state, dict) or "number" not in state:
             raise RunError(f"loader state: not a state of a loader; expected what 'state_dict' returned. {RESUME}")
-        current, hashes = self.state_dict(), state.get("root_hashes")
+        current = self.state_dict()
+        for name in current:
+            if name not in state:
+                raise RunError(f"loader state: it has no '{name}', so it is of another release. {RESUME}")
+        for name in state:
+            if name not in current:
+                raise RunError(f"loader state: '{name}' is not known, so it is of another release. {RESUME}")
         if reseeded:
-            state = state | {
-                "draw_seed": current["draw_seed"],
-                "order": _with_seeds(state.get("order"), current["order"]),
-            }
+            order = _with_seeds(state["order"], current["order"])
+            state = state | {"draw_seed": current["draw_seed"], "order": order}
         _check_unchanged(state, current, ("version", "draw_seed"))
-        incomplete = [content_hash_of_plan(store.plan_hash) for store in self.reader.stores]
-        if self._plan and hashes == incomplete != current["root_hashes"]:
-            before = state.get("order")
-            kept = before if isinstance(before, dict) else {}
-            _check_unchanged(kept, current["order"], ("seed", "leftovers"), prefix="order.")
+        hashes_of_plans = [content_hash_of_plan(store.plan_hash) for store in self.reader.stores]
+        was_incomplete = state["root_hashes"] == hashes_of_plans
+        is_complete = current["root_hashes"] != hashes_of_plans
+        if self._plan and was_incomplete and is_complete:
+            order = state["order"] if isinstance(state["order"], dict) else {}
+            _check_unchanged(order, current["order"], ("seed", "leftovers"), prefix="order.")
             number = self._plan.batches_before(_count(state, "passes"))
         else:
             _check_unchanged(state, current, ("root_hashes", "order", "caption_odds"))
             number = _count(state, "number")
-        self.number, self._num_loads = number, self._num_loads + 1
+        self.number = number
+        self._find_end()
+        if self._plan and number and number == self._plan.batches_before(self.epoch):
+            self._end = number  # the rest of the epoch that the state was in is empty; the next pass is the next epoch
 
 
 def _with_seeds(order: Any, other: Any) -> Any:

@@ -342,4 +342,5 @@ def changed_fields(before: Any, now: Any, name: str = "") -> list[str]:
     if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         pairs = enumerate(zip(before, now, strict=True))
         return [line for i, pair in pairs for line in changed_fields(*pair, f"{name}[{i}]")]
-    return [] if before == now else [f"{name}: was {before!r}, is now {now!r}"]
+    is_same = before == now and isinstance(before, bool) == isinstance(now, bool)  # True == 1
+    return [] if is_same else [f"{name}: was {before!r}, is now {now!r}"]

@@ -19,10 +19,13 @@ from faults import in_child
 from making import encode, label_recipe
 from stores import Everything, bytes_in
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from leandit.datasets.batches.batch import Batch
+from leandit.datasets.batches.gather import Gatherer
 from leandit.datasets.batches.latents import draw_keys, final_latents
 from leandit.datasets.batches.reader import BatchReader
+from leandit.datasets.batches.resolve import Resolver
 from leandit.datasets.format.schema import Decoding
 from leandit.datasets.loader import BatchStream, make_loader
 from leandit.datasets.order.batch_plan import BatchPlan
@@ -44,11 +47,7 @@ def flip_store(class_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def endless(loader: Any) -> Iterator[Batch]:
     """Epoch after epoch, as training reads."""
     while True:
-        batches = iter(loader)
-        first = next(batches, None)
-        assert first is not None, "an epoch without batches"
-        yield first
-        yield from batches
+        yield from loader
 
 
 def take(loader: Any, count: int) -> list[Batch]:
@@ -115,6 +114,22 @@ def test_a_resume_at_any_batch_gives_exactly_the_rest(name: str, request: pytest
         assert_all_same(take(resumed, count - k), wanted[k:])
 
 
+def test_a_state_of_the_end_of_an_epoch_has_no_batch_of_the_next_one(label_store: LatentStore) -> None:
+    """So a loop over epochs that is resumed makes as many epochs as one that was not interrupted."""
+    loader = make_loader(label_store, global_batch=GLOBAL_BATCH)
+    length, states = len(loader), []
+    for _ in loader:
+        states.append(loader.state_dict())
+    states.append(loader.state_dict())  # after the end
+    rests = []
+    for state in states[-3:]:
+        resumed = make_loader(label_store, global_batch=GLOBAL_BATCH)
+        resumed.load_state_dict(state)
+        rests.append([[batch.number for batch in resumed] for _ in range(2)])
+    second, third = (list(range(epoch * length, (epoch + 1) * length)) for epoch in (1, 2))
+    assert rests == [[[length - 1], second], [[], second], [second, third]]
+
+
 def test_a_state_of_another_order_is_refused(label_store: LatentStore, flip_store: LatentStore) -> None:
     loader = make_loader(label_store, global_batch=GLOBAL_BATCH, seed=1)
     take(loader, 2)
@@ -179,8 +194,8 @@ def test_flipped_rows_come_about_half_of_the_time_and_the_same_each_run(flip_sto
     assert len({tuple(seen) for seen in by_record.values()}) >= 13
 
 
-def reader_of(store: LatentStore, **settings: Any) -> BatchReader:
-    return BatchReader([store], BatchPlan(store.buckets, GLOBAL_BATCH, 1), **settings)
+def reader_of(store: LatentStore) -> BatchReader:
+    return BatchReader([store], BatchPlan(store.buckets, GLOBAL_BATCH, 1))
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.integration)])
@@ -240,7 +255,7 @@ def test_a_mixture_of_stores_has_the_batches_of_each(label_store: LatentStore, f
     resumed.load_state_dict(stream.state_dict() | {"number": 9})
     assert_all_same(list(itertools.islice(resumed, 7)), batches[9:])
     with pytest.raises(TypeError, match="no epochs"):
-        _ = resumed.num_batches
+        len(resumed)
 
 
 def changed(store: LatentStore, section: str, **changes: Any) -> LatentStore:
@@ -275,7 +290,8 @@ def test_stores_of_other_latents_or_captions_are_not_mixed(
             assert str(one.path) in str(caught.value)
             assert str(other.path) in str(caught.value)
     plans = [BatchPlan(caption_store.buckets, 4, seed) for seed in (0, 1)]
-    BatchReader([caption_store, captions], Mixture([(plans[0], 1), (plans[1], 1)], seed=0), text="none")
+    mixture = Mixture([(plans[0], 1), (plans[1], 1)], seed=0)
+    BatchReader([caption_store, captions], mixture, gatherer=Gatherer([caption_store, captions], texts=[]))
     latent = flip_store.spec.latent  # imported rows that are normalised already fit those of the same encoder
     decoding = Decoding(shift=latent.shift, scale=latent.scale, zero_to_one=False)
     imported = changed(flip_store, "latent", shift=[0.0] * 4, scale=[1.0] * 4, decoding=decoding)
@@ -295,7 +311,7 @@ def test_each_plan_of_a_store_has_draws_of_its_own_seed(label_store: LatentStore
     reader = BatchReader([label_store] * 2, stages)
     assert [keys(reader, 0), keys(reader, 1)] == [keys(BatchReader([label_store], plan), 0) for plan in (one, two)]
     assert keys(reader, 0) != keys(reader, 1)
-    given = BatchReader([label_store] * 2, stages, seed=7)
+    given = BatchReader([label_store] * 2, stages, resolver=Resolver([label_store] * 2, stages.plans, seed=7))
     assert keys(given, 0) == keys(given, 1)
     state = BatchStream(reader).state_dict()
     BatchStream(BatchReader([label_store] * 2, stages)).load_state_dict(state)
@@ -313,29 +329,59 @@ def test_a_selection_of_another_revision_is_refused(everything: Everything, capt
         make_loader(caption_store, global_batch=2, selection=selection)
 
 
-def test_a_state_that_is_loaded_while_batches_are_read_is_gone_on_from(label_store: LatentStore) -> None:
-    loader = make_loader(label_store, global_batch=2, seed=1)
-    length = len(loader)
-    for place in (0, 5, 40):
-        batches = iter(loader)
+def test_a_stream_goes_on_from_a_state_that_is_loaded_while_it_is_read(label_store: LatentStore) -> None:
+    stream = BatchStream(reader_of(label_store))
+    length = len(stream)
+    for place in (0, 3, 10):
+        batches = iter(stream)
         next(batches), next(batches)
-        loader.load_state_dict({**loader.state_dict(), "number": place})
+        stream.load_state_dict({**stream.state_dict(), "number": place})
         end = (place // length + 1) * length
         assert [batch.number for batch in batches] == list(range(place, end))
-        loader.load_state_dict({**loader.state_dict(), "number": 0})
+        stream.load_state_dict({**stream.state_dict(), "number": 0})
+
+
+def test_what_is_not_a_state_of_this_order_is_refused(label_store: LatentStore) -> None:
+    stream = BatchStream(reader_of(label_store))
+    good = stream.state_dict()
     for state in (None, [], {}, "number"):
         with pytest.raises(RunError, match="not a state of a loader"):
-            loader.load_state_dict(state)  # type: ignore[arg-type]
+            stream.load_state_dict(state)  # type: ignore[arg-type]
+    for number in (-1, True, 2.0, "3", None):
+        with pytest.raises(RunError, match="expected a count of batches"):
+            stream.load_state_dict({**good, "number": number})
+    changes = {"draw_seed": True, "order": {**good["order"], "seed": True}, "version": 1}  # 1 == True
+    for key, value in changes.items():
+        with pytest.raises(RunError, match=rf"{key}.*: was .*is now"):
+            stream.load_state_dict({**good, key: value})
+    for key in good.keys() - {"number", "passes"}:
+        with pytest.raises(RunError, match=rf"loader state: it has no '{key}'"):
+            stream.load_state_dict({name: value for name, value in good.items() if name != key})
+    with pytest.raises(RunError, match="loader state: 'workers' is not known"):
+        stream.load_state_dict({**good, "workers": 2})
+    stream.load_state_dict(json.loads(json.dumps(good)))
 
 
-def test_a_loader_that_is_read_from_can_be_pickled(label_store: LatentStore) -> None:
-    loader = make_loader(label_store, global_batch=2, seed=1)
-    batches = iter(loader)
-    next(batches)
-    copies = [pickle.loads(pickle.dumps(loader)), copy.deepcopy(loader)]
-    wanted = next(batches)
+def test_a_stream_that_is_read_from_can_be_pickled(label_store: LatentStore) -> None:
+    stream = BatchStream(reader_of(label_store))
+    next(stream)
+    copies = [pickle.loads(pickle.dumps(stream)), copy.deepcopy(stream)]
+    wanted = next(stream)
     for other in copies:
         assert_same(next(iter(other)), wanted)
+
+
+def test_a_loader_is_torchdatas_own_and_draws_no_number(label_store: LatentStore) -> None:
+    loader = make_loader(label_store, global_batch=GLOBAL_BATCH)
+    assert type(loader) is StatefulDataLoader
+    assert loader.num_workers == 0
+    before = torch.get_rng_state()
+    assert len(list(loader)) == len(loader)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert isinstance(loader.dataset, BatchStream)
+    (state,) = [part for part in loader.state_dict()["fetcher_state"].values() if isinstance(part, dict)]
+    assert state == loader.dataset.state_dict()
+    assert state["number"] == len(loader)
 
 
 def test_an_argument_that_cannot_be_is_refused(label_store: LatentStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +406,7 @@ def test_arguments_of_other_types_are_taken_or_refused(
         LatentStore(label_store.path, access="mmap")  # type: ignore[arg-type]
     first = make_loader(label_store, global_batch=np.int64(2), seed=np.uint64(3), device="cpu")  # type: ignore[arg-type]
     state = json.loads(json.dumps(first.state_dict()))
-    make_loader(label_store, global_batch=2, seed=3).load_state_dict(state)
+    resume(make_loader(label_store, global_batch=2, seed=3), state)
     monkeypatch.chdir(label_store.path.parent)
     opened = LatentStore(label_store.path.name)
     monkeypatch.chdir(tmp_path)  # a relative path is that of the moment

@@ -36,6 +36,7 @@ from stores import checked, content, deep, small_shards
 from tiny_models import make_dinov2
 
 from leandit.datasets.batches.latents import normalise
+from leandit.datasets.batches.gather import Gatherer
 from leandit.datasets.batches.reader import BatchReader
 from leandit.datasets.format.buckets import bucket_size
 from leandit.datasets.loader import make_loader
@@ -261,10 +262,11 @@ def test_stores_whose_images_differ_are_not_read_together(stores: Path, source: 
     pair = [LatentStore(stores / "whole"), LatentStore(tmp_path / "store")]
     order = Mixture([(BatchPlan(store.buckets, 2, seed=0), 1) for store in pair], seed=0)
     with pytest.raises(RecipeError, match=r"'mask' is of kind 'image', of 'mask' in"):
-        BatchReader(pair, order, companions=["copy", "mask"])
+        Gatherer(pair, companions=["copy", "mask"])
     with pytest.raises(RecipeError, match=r"no companion 'edit'\. Available: copy, mask"):
         BatchReader(pair, order)
-    assert list(BatchReader(pair, order, companions=["copy"])[0].companions) == ["copy"]
+    reader = BatchReader(pair, order, gatherer=Gatherer(pair, companions=["copy"]))
+    assert list(reader[0].companions) == ["copy"]
 
 
 def test_a_store_grows_and_is_compacted_with_and_without_a_companion(

@@ -96,7 +96,7 @@ def start_or_resume(run: Run, folder: Path, warn: Callable[[str], None]) -> None
         progress, tensors = newest_valid(run, targets, folder, warn) or (None, {})
         groups.update(tensors)
         reads = run.reads or [store_read(folder, store) for store in run.stores]
-        current = new_manifest(run.recipe, run.spec, reads, run.loader.dataset.reader.statistics)
+        current = new_manifest(run.recipe, run.spec, reads, run.loader.reader.statistics)
         write_atomic(folder / RUN, canonical_json(current.model_dump()))
         write_atomic(folder / RECIPE, to_toml(run.recipe).encode())
         return progress
@@ -107,7 +107,7 @@ def start_or_resume(run: Run, folder: Path, warn: Callable[[str], None]) -> None
         return
     LOG.info("run '%s': the checkpoint of step %d is valid, and the newest", folder, progress.step)
     is_reseeded = "run.seed" in run.changed or progress.seed not in (None, run.recipe.run.seed)
-    run.loader.dataset.load_state_dict(progress.loader, reseeded=is_reseeded)  # first, because it may be refused
+    run.loader.load_state_dict(progress.loader, reseeded=is_reseeded)  # first, because it may be refused
     for group in GROUPS:
         run.engine.load(group, groups.get(group, {}))
     if progress.loss_scale and run.engine.loss_scale:
@@ -246,7 +246,7 @@ def capture(run: Run, kinds: Sequence[str], *, interrupted: bool = False) -> lis
             step=step,
             spec=run.spec,
             num_images=run.num_images,
-            loader=run.loader.dataset.state_dict(),
+            loader=run.loader.state_dict(),
             loss_scale=None if engine.loss_scale is None else engine.loss_scale.state_dict(),
             frozen=run.frozen,
             seed=recipe.run.seed,

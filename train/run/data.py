@@ -12,10 +12,13 @@ from torch import Tensor
 
 from ...datasets.batches.batch import Batch
 from ...datasets.batches.captions import caption_of
+from ...datasets.batches.gather import Gatherer
 from ...datasets.batches.reader import BatchReader
+from ...datasets.batches.resolve import Resolver
+from ...datasets.batches.row_checks import RowChecks
 from ...datasets.batches.stream import BatchStream, is_gpu
 from ...datasets.format.schema import LatentStatistics, StoreSpec
-from ...datasets.loader import BatchLoader, check_not_empty, loader_of, shard_window
+from ...datasets.loader import check_not_empty, shard_window
 from ...datasets.order.batch_plan import BatchOrder, BatchPlan
 from ...datasets.order.caption_odds import CaptionOdds
 from ...datasets.order.filters import RecordFilter, ScoreTable
@@ -33,7 +36,7 @@ from ..techniques.registry import techniques_of
 LOG = logging.getLogger(__name__)
 
 
-def build_loader(
+def build_stream(
     recipe: TrainRecipe,
     stores: Sequence[LatentStore],
     spec: ModelSpec,
@@ -41,8 +44,8 @@ def build_loader(
     warn: Callable[[str], None],
     ranks: Ranks = ALONE,
     statistics: LatentStatistics | None = None,
-) -> BatchLoader:
-    """The loader of a rank.
+) -> BatchStream:
+    """The batches of a rank.
 
     Args:
       stores: those that the recipe names, in order, else the only one.
@@ -56,21 +59,40 @@ def build_loader(
         store_plan(recipe, section, store, spec, recipe.run.seed + number, warn)
         for number, (section, store) in enumerate(zip(sections, stores, strict=True))
     ]
+    order = batch_order(recipe.data, plans, recipe.run.seed)
     reader = BatchReader(
         stores,
-        batch_order(recipe.data, plans, recipe.run.seed),
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        text="packed" if spec.takes_text else "none",
-        features=[name for technique in techniques_of(recipe) for name in technique.features],
-        companions=[spec.reference] if spec.reference else (),
-        pin=is_gpu(device),
-        caption_odds=[caption_odds(section) for section in sections] if spec.takes_text else (),
+        order,
+        resolver=Resolver(
+            stores,
+            order.plans,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            captions=spec.takes_text,
+            caption_odds=[caption_odds(section) for section in sections],
+        ),
+        gatherer=Gatherer(
+            stores,
+            texts=texts_read(spec, stores[0].spec),
+            features=[name for technique in techniques_of(recipe) for name in technique.features],
+            companions=[spec.reference] if spec.reference else [],
+            pin=is_gpu(device),
+        ),
+        checks=RowChecks(stores, recipe.data.check),
         normalise=recipe.latent.normalise,
         statistics=statistics,
-        check=recipe.data.check,
+        pads=False,
     )
-    return loader_of(BatchStream(reader, prefetch=recipe.run.prefetch, device=device))
+    return BatchStream(reader, prefetch=recipe.run.prefetch, device=device)
+
+
+def texts_read(spec: ModelSpec, store: StoreSpec) -> list[str]:
+    """Names of the text encoders whose captions a model reads: those of its roles, or the first of the store."""
+    if not spec.takes_text:
+        return []
+    if spec.texts:
+        return [text.name for text in spec.texts]
+    return [store.text_encoders[0].name]
 
 
 def batch_order(data: DataSection, plans: Sequence[BatchPlan], seed: int) -> BatchOrder:
@@ -103,7 +125,7 @@ def store_plan(
 ) -> BatchPlan:
     """The batches of one store.
 
-    Raises: as ``build_loader``.
+    Raises: as ``build_stream``.
     """
     data, selection = recipe.data, None
     if section.has_filter or data.holdout:
@@ -187,7 +209,7 @@ def buckets_at(data: DataSection, stores: Sequence[LatentStore], step: int) -> d
     return dict(sum((Counter(store.buckets) for store in training), Counter()))
 
 
-def endless(loader: BatchLoader) -> Iterator[Batch]:
+def endless(stream: BatchStream) -> Iterator[Batch]:
     """Batches of successive epochs, without end."""
     while True:
-        yield from loader
+        yield from stream

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...datasets.batches.batch import Batch
+from ...datasets.batches.stream import BatchStream
 from ...datasets.format.schema import EncoderIdentity, FeatureSpec, LatentSpec, LatentStatistics, StoreSpec
-from ...datasets.loader import BatchLoader
 from ...datasets.revisions.local import encoder_section, vae_of
 from ...datasets.store import LatentStore
 from ...errors import RecipeError, RunError
@@ -35,7 +35,7 @@ from ..techniques.technique import Technique
 from ..weights.folders import knows_null
 from ..weights.init_from import FrozenWeights, hash_of, initial_weights
 from ..weights.sources import lasting_source, read_snapshot, source_warnings
-from .data import buckets_at, build_loader, null_captions, stored_null
+from .data import buckets_at, build_stream, null_captions, stored_null
 from .fit import model_for_stores
 from .manifest import StoreRead
 
@@ -56,7 +56,8 @@ class Run:
       frozen: the weights that adapters belong to.
       origin: description of the first weights.
       reads: the stores as ``run.json`` records them, in the same order.
-      stores: of the recipe, in order; none in a measurement on synthetic batches, which has no loader either.
+      stores: of the recipe, in order; none in a measurement on synthetic batches, which has no batches either.
+      stream: reads the batches of this rank.
       extra: what a snapshot stores beside its tensors.
       changed: settings that this start has changed by ``--continue-with``: by key, the old and the new value.
     """
@@ -80,7 +81,7 @@ class Run:
     origin: str = ""
     stores: list[LatentStore] = field(default_factory=list)
     reads: list[StoreRead] = field(default_factory=list)
-    data: BatchLoader | None = None
+    stream: BatchStream | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
@@ -115,8 +116,8 @@ class Run:
             )
         spec, store = model_for_stores(recipe, stores, learned)
         is_pretrained = bool(source) and (learned is None or spec.adapter is not None)
-        loader = build_loader(recipe, stores, spec, device, warn, ranks, statistics)
-        latent = loader.dataset.reader.latent_specs[0]
+        stream = build_stream(recipe, stores, spec, device, warn, ranks, statistics)
+        latent = stream.reader.latent_specs[0]
         if is_pretrained:
             for warning in source_warnings(source, spec, store.spec.classes or [], latent):
                 warn(warning)
@@ -145,14 +146,14 @@ class Run:
         if run.frozen:
             run.extra["frozen"] = run.frozen.model_dump()
         run.stores = list(stores)
-        run.data = loader
+        run.stream = stream
         return run
 
     @property
-    def loader(self) -> BatchLoader:
+    def loader(self) -> BatchStream:
         """The batches of this rank."""
-        assert self.data is not None, "a run on synthetic batches has no loader"
-        return self.data
+        assert self.stream is not None, "a run on synthetic batches has no loader"
+        return self.stream
 
     def token_grid(self, latents: Tensor) -> tuple[int, int]:
         """Rows and columns of the model's tokens for latents (..., H, W)."""

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from noise_store import make_store
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from leandit.datasets.batches.batch import Batch
 from leandit.datasets.batches.latents import final_latents
-from leandit.datasets.loader import BatchLoader, make_loader
+from leandit.datasets.batches.stream import BatchStream
+from leandit.datasets.loader import make_loader
 from leandit.datasets.store import LatentStore
 
 BATCHES = 40
@@ -128,7 +130,7 @@ def tensors_of(batch: Batch) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def torn(plain: BatchLoader, loader: BatchLoader, gpu: LateGpu) -> list[tuple[int, str]]:
+def torn(plain: StatefulDataLoader, loader: StatefulDataLoader, gpu: LateGpu) -> list[tuple[int, str]]:
     """Tensors of the GPU's batches that differ from the CPU's at the moment when they are handed out."""
     different = []
     for number, (wanted, batch) in enumerate(zip(islice(epochs(plain), BATCHES), epochs(loader), strict=False)):
@@ -140,7 +142,7 @@ def torn(plain: BatchLoader, loader: BatchLoader, gpu: LateGpu) -> list[tuple[in
     return different
 
 
-def epochs(loader: BatchLoader) -> Iterator[Batch]:
+def epochs(loader: StatefulDataLoader) -> Iterator[Batch]:
     while True:
         yield from loader
 
@@ -156,4 +158,5 @@ def test_no_batch_is_torn_or_handed_out_before_its_copy(
     pinned, asynchronous, beside = (sum(column) for column in zip(*gpu.copies, strict=True))
     assert pinned >= 2 * BATCHES  # latents and captions at least
     assert asynchronous == beside == len(gpu.copies)
+    assert isinstance(loader.dataset, BatchStream)
     loader.dataset.close()

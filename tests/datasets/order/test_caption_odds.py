@@ -12,12 +12,13 @@ import pytest
 from making import CPU, train_recipe
 
 from leandit.datasets.batches.reader import BatchReader
+from leandit.datasets.batches.resolve import Resolver
 from leandit.datasets.batches.stream import BatchStream
 from leandit.datasets.order.batch_plan import BatchPlan
 from leandit.datasets.order.caption_odds import CaptionOdds, choose_captions
 from leandit.datasets.store import LatentStore
 from leandit.errors import RecipeError, RunError
-from leandit.train.run.data import build_loader
+from leandit.train.run.data import build_stream
 from leandit.train.run.fit import model_spec
 
 BUCKET = "64x64"
@@ -37,6 +38,11 @@ def shares(odds: CaptionOdds, store: LatentStore) -> np.ndarray:
     positions, places = np.arange(len(index)), (np.arange(1000) + 0.5) / 1000
     drawn = np.stack([choose_captions(bounds, index, positions, np.full(len(index), u)) for u in places])
     return np.stack([(drawn == index.caption_ids[index.caption_starts[:-1] + i]).mean(0) for i in (0, 1)], 1)
+
+
+def reader_of(store: LatentStore, odds: CaptionOdds | None) -> BatchReader:
+    plan = BatchPlan(store.buckets, 4, 3)
+    return BatchReader([store], plan, resolver=Resolver([store], [plan], caption_odds=[odds]))
 
 
 @pytest.mark.parametrize(
@@ -64,9 +70,8 @@ def test_captions_are_drawn_by_their_scores(
 
 def test_equal_odds_draw_what_is_drawn_without(caption_store: LatentStore, tmp_path: Path) -> None:
     def drawn(odds: CaptionOdds | None) -> list[list[int]]:
-        reader = BatchReader([caption_store], BatchPlan(caption_store.buckets, 4, 3), caption_odds=[odds])
-        looked_up = [reader._look_up(number) for number in range(40)]
-        return [batch.records.caption_ids.tolist() for batch in looked_up if batch.records.caption_ids is not None]
+        resolved = [reader_of(caption_store, odds).resolve(number) for number in range(40)]
+        return [batch.caption_ids.tolist() for batch in resolved if batch.caption_ids is not None]
 
     equal = CaptionOdds(write_scores(caption_store, tmp_path / "s.parquet", [7.0, 7.0]), temperature=0.1)
     assert len(drawn(None)) == 40
@@ -76,7 +81,7 @@ def test_equal_odds_draw_what_is_drawn_without(caption_store: LatentStore, tmp_p
 
 def test_a_state_of_other_odds_is_refused(caption_store: LatentStore, tmp_path: Path) -> None:
     def stream(odds: CaptionOdds | None) -> BatchStream:
-        return BatchStream(BatchReader([caption_store], BatchPlan(caption_store.buckets, 4, 3), caption_odds=[odds]))
+        return BatchStream(reader_of(caption_store, odds))
 
     odds = CaptionOdds(write_scores(caption_store, tmp_path / "s.parquet", [7.0, 8.0]))
     state = stream(odds).state_dict()
@@ -86,9 +91,6 @@ def test_a_state_of_other_odds_is_refused(caption_store: LatentStore, tmp_path: 
         stream(odds).load_state_dict(state)
     with pytest.raises(RunError, match=r"caption_odds: was .* is now None"):
         stream(None).load_state_dict(state)
-    older = stream(None).state_dict()
-    assert older.pop("caption_odds") is None
-    stream(None).load_state_dict(older)
 
 
 def test_a_table_that_does_not_fit_is_refused(caption_store: LatentStore, tmp_path: Path) -> None:
@@ -104,12 +106,12 @@ def test_a_recipe_trains_with_its_captions_odds(caption_store: LatentStore, tmp_
     path = write_scores(caption_store, tmp_path / "s.parquet", [30.0, 10.0])
     recipe = train_recipe("pixart-tiny", f"data.caption_scores={path}", "data.min_caption_score=25")
     spec = model_spec(recipe, caption_store.spec, "store")
-    reader = build_loader(recipe, [caption_store], spec, CPU, print).dataset.reader
+    reader = build_stream(recipe, [caption_store], spec, CPU, print).reader
     firsts = {
         int(index.caption_ids[start])
         for b in caption_store.buckets
         for index in [caption_store.index(b)]
         for start in index.caption_starts[:-1]
     }
-    ids = [reader._look_up(number).records.caption_ids for number in range(9)]
+    ids = [reader.resolve(number).caption_ids for number in range(9)]
     assert {int(i) for chunk in ids if chunk is not None for i in chunk} <= firsts

@@ -20,7 +20,7 @@ from leandit.datasets.format.schema import LatentStatistics
 from leandit.datasets.store import LatentStore
 from leandit.errors import RecipeError
 from leandit.tools.export.compact import compact
-from leandit.train.run.data import build_loader
+from leandit.train.run.data import build_stream
 from leandit.train.run.fit import model_spec
 from leandit.train.run.manifest import read_run_manifest
 from leandit.train.run.state import Run
@@ -33,7 +33,7 @@ def one_pass(store: LatentStore, *overrides: str, model: str = "dit-s-4") -> tup
     """The batches of an epoch, and what was said."""
     recipe, said = train_recipe(model, *overrides), list[str]()
     spec = model_spec(recipe, store.spec, str(store.path))
-    return list(build_loader(recipe, [store], spec, CPU, said.append)), said
+    return list(build_stream(recipe, [store], spec, CPU, said.append)), said
 
 
 def records(batches: list[Batch]) -> list[int]:
@@ -110,7 +110,7 @@ def statistics_of(store: LatentStore) -> LatentStatistics:
 
 def test_batches_are_as_the_recipe_says(store: LatentStore) -> None:
     recipes = [train_recipe("dit-s-4", f"latent.normalise={how}") for how in ("encoder", "store", "none")]
-    readers = [Run.open(recipe, [store], CPU, print).loader.dataset.reader for recipe in recipes]
+    readers = [Run.open(recipe, [store], CPU, print).loader.reader for recipe in recipes]
     encoder, by_store, raw = (reader[0].latents for reader in readers)
     found = statistics_of(store)
     mean, std = (torch.tensor(each)[:, None, None] for each in (found.channel_mean, found.channel_std))
@@ -126,7 +126,7 @@ def test_a_run_keeps_its_statistics_and_its_snapshot_undoes_them(store: LatentSt
         assert manifest.statistics == statistics
     kept = statistics.model_copy(update={"channel_mean": [3.0] * store.spec.latent.channels})
     state = Run.open(train_recipe("dit-s-4", BY_STORE), [store], CPU, print, statistics=kept)
-    assert state.loader.dataset.reader.statistics == kept  # not those of the store, which has grown meanwhile
+    assert state.loader.reader.statistics == kept  # not those of the store, which has grown meanwhile
     assert state.extra["latent"] == normalised_as(store.spec.latent, "store", kept).model_dump()
     learned = load_snapshot(run, CPU).latent
     rows, keys = torch.from_numpy(store.latents("32x32").take(np.arange(4))), torch.arange(4)
@@ -145,6 +145,6 @@ def test_several_stores_have_one_normalisation(store: LatentStore, tmp_path: Pat
     stores = [store, LatentStore(tmp_path / "other"), store]
     mixture = ", ".join(f"{{store='{one.path}'}}" for one in stores)
     reader = Run.open(train_recipe("dit-s-4", BY_STORE, f"data.mixture=[{mixture}]"), stores, CPU, print)
-    reader = reader.loader.dataset.reader
+    reader = reader.loader.reader
     assert reader.statistics.count == sum(statistics_of(one).count for one in stores[:2])
     assert len({tuple(spec.shift) for spec in reader.latent_specs}) == 1

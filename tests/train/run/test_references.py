@@ -89,7 +89,7 @@ def test_a_grid_while_training_shows_held_out_images_beside_their_edits(
 ) -> None:
     run = Run.open(train_recipe("qwen-image-tiny", *EDITS), [store], CPU, print)
     subjects = choose_subjects(run, 0, 2)
-    held_out = run.loader.dataset.reader.order.plans[0].selection.held_out
+    held_out = run.loader.reader.order.plans[0].selection.held_out
     (bucket,) = {
         name for name in store.buckets if latent_size_of(name, store.spec.latent) == subjects.reference.shape[2:]
     }
@@ -115,7 +115,7 @@ def test_images_to_edit_are_of_a_bucket_that_the_store_trains(store: LatentStore
     common = max(store.buckets, key=lambda name: store.buckets[name])
     for aspect in ("data.min_aspect=0.1", "data.min_aspect=1.2", "data.max_aspect=0.9"):
         run = Run.open(train_recipe("qwen-image-tiny", *settings, aspect), [store], CPU, print)
-        counts = run.loader.dataset.reader.order.plans[0].selection.counts
+        counts = run.loader.reader.order.plans[0].selection.counts
         bucket = max(counts, key=lambda name: counts[name])
         subjects = choose_subjects(run, 0, 50)
         assert len(subjects.names) == counts[bucket] > 0

@@ -80,7 +80,7 @@ def assert_untouched(trained: Run, before: dict[str, torch.Tensor]) -> None:
     assert now.keys() == before.keys()
     assert [name for name in now if not torch.equal(now[name], before[name])] == []
     assert trained.step == 0
-    assert trained.loader.dataset.state_dict()["number"] == 0
+    assert trained.loader.state_dict()["number"] == 0
 
 
 @pytest.fixture(scope="module")

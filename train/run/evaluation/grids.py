@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ....datasets.batches.captions import Captions, captions_of
 from ....datasets.batches.latents import mean_latents
-from ....datasets.batches.row_checks import check_rows
+from ....datasets.batches.row_checks import check_records
 from ....datasets.format.schema import LatentSpec
 from ....datasets.order.filters import label_indices
 from ....datasets.order.slices import spread
@@ -63,7 +63,10 @@ class EditRecords:
     """
 
     def __init__(self, store: LatentStore, name: str, bucket: str, latent: LatentSpec, *, check: bool = True) -> None:
-        self.store, self._latent, self._place = store, latent, (bucket, name)
+        self.store = store
+        self._latent = latent
+        self._bucket = bucket
+        self._name = name
         self._checks = check and store.remote is None
         self._index, self._images = store.index(bucket), store.companion(name, bucket)
 
@@ -79,10 +82,11 @@ class EditRecords:
 
         Raises: DamageError: a row does not match its checksum.
         """
-        rows = self._index.rows[positions]
+        rows, records, _ = self._index.take(positions)
+        images = self._images.take(rows)
         if self._checks:
-            check_rows(self.store, *self._place, rows, self._index.records[positions])
-        return mean_latents(torch.from_numpy(self._images.take(rows)), self._latent)
+            check_records(self.store, self._bucket, self._name, [images], rows=rows, records=records)
+        return mean_latents(torch.from_numpy(images), self._latent)
 
 
 def draw_grid(run: Run, subjects: Subjects, size: tuple[int, int]) -> Tensor:
@@ -133,7 +137,7 @@ def choose_subjects(run: Run, number: int, count: int, own: Subjects | None = No
       count: of images; fewer where there are fewer captions or records, while classes come again.
       own: captions instead; each edits the next record.
     """
-    reader, turns = run.loader.dataset.reader, run.recipe.data.turns
+    reader, turns = run.loader.reader, run.recipe.data.turns
     store, selection = reader.stores[number], reader.order.plans[number].selection
     if not run.spec.takes_text:
         names = (turns[number].section if turns else run.recipe.data).labels
@@ -172,7 +176,7 @@ def own_subjects(run: Run) -> Subjects | None:
 
     Raises: RecipeError: no store has one of them; the message tells what the stores have, and how to add it.
     """
-    section, stores = run.recipe.run, run.loader.dataset.reader.stores
+    section, stores = run.recipe.run, run.loader.reader.stores
     if not (section.sample_every and section.sample_captions):
         return None
     texts, places = section.sample_captions, dict[str, tuple[LatentStore, int]]()

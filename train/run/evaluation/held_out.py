@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ....datasets.batches.batch import Batch, Records
+from ....datasets.batches.batch import Batch
 from ....datasets.batches.latents import keyed_noise
-from ....datasets.order.batch_plan import PlannedBatch
+from ....datasets.batches.resolve import ResolvedBatch
 from ....datasets.order.shuffle import mix
 from ....errors import RecipeError
 from ...data_recipe import Objective
@@ -61,7 +61,7 @@ class Evaluation:
 
     def __init__(self, run: Run, warn: Callable[[str], None]) -> None:
         self._run, self._warn = run, warn
-        self._reader = run.loader.dataset.reader
+        self._reader = run.loader.reader
         self._stage, self._groups = dict[int, float](), list[Group]()  # those of the last evaluation
         self._batches: dict[int, tuple[Batch, Tensor]] = {}  # this rank's groups, with the keys of their noise
         self._last_end, self._num_evaluations = time.perf_counter(), 0
@@ -134,7 +134,12 @@ class Evaluation:
         store, positions = self._reader.stores[group.store], group.positions
         index = store.index(group.bucket)
         rows, records, labels = index.take(positions)
-        wanted = Records(
+        resolved = ResolvedBatch(
+            number=0,
+            store=group.store,
+            bucket=group.bucket,
+            epoch=0,
+            global_size=len(positions),
             rows=rows,
             records=records,
             labels=labels,
@@ -142,8 +147,7 @@ class Evaluation:
             caption_ids=index.caption_ids[index.caption_starts[positions]] if self._run.spec.takes_text else None,
             draw_keys=posterior_keys(group.hashes) if store.spec.latent.has_posterior else None,
         )
-        planned = PlannedBatch(group.bucket, positions, np.zeros(len(positions), np.int64), group.store)
-        return self._reader.read(planned, wanted)
+        return self._reader.read(resolved)
 
     def _mean_losses(self, groups: list[Group]) -> list[float | None]:
         """Mean over records and times, then over the records at each time; None: not finite, or no record has it."""

@@ -126,7 +126,7 @@ class Log:
         buckets = buckets_at(data, run.stores, run.step)
         if number not in self._subjects:
             self._subjects[number] = self._choose_subjects(number)
-        subjects, latent = self._subjects[number], run.loader.dataset.reader.latent_specs[number]
+        subjects, latent = self._subjects[number], run.loader.reader.latent_specs[number]
         if subjects.reference is None:
             size = latent_size_of(max(buckets, key=lambda name: buckets[name]), latent)  # the most common one
         else:
