@@ -37,6 +37,7 @@ CAUSES = {
     "abandoned": "no revision names this shard or array, so nothing reads it: 'leandit verify --repair' removes it",
     "single": "there is only one copy of its files, as in a published store: 'leandit verify --repair' adds the others",
     "temporary": "left by a killed process, or still being written",
+    "chain": "the revision was not built on the one before it",
     "counts": "planned records do not equal stored plus rejected",
     "not_reproduced": "re-encoding the record does not give what is stored",
     "source_changed": "the source no longer holds the image that was encoded",

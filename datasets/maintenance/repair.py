@@ -16,7 +16,7 @@ from ..disk.hashing import xxh3_file
 from ..disk.strays import seconds_since_write, sweep_strays
 from ..format.layout import COMMITS, INDEX, LEASES, TWIN, revision_prefix
 from ..format.schema import FileEntry, Manifest
-from ..revisions.catalog import planned_revisions, sealed_revisions
+from ..revisions.catalog import lost_revisions, planned_revisions, sealed_revisions
 from ..revisions.plan import read_plan
 from ..revisions.seal import finish_seal, write_index, write_zarr_files
 from ..revisions.writer import StoreWriter
@@ -40,7 +40,8 @@ def repair_without_encoding(root: Path, found: Verification) -> Verification:
     for finding in found.findings:
         _clear_obstruction(root, finding, found.expected.get(finding.path))
     sweep_strays(root, of_all=True)
-    if not is_later_lost(found.findings) and not _is_written(root):
+    is_lost = is_later_lost(found.findings) or any(finding.cause == "chain" for finding in found.findings)
+    if not is_lost and not _is_written(root):
         _remove_abandoned(root, found)
     for finding in found.findings:
         if finding.cause == "single":
@@ -63,7 +64,10 @@ def repair_without_encoding(root: Path, found: Verification) -> Verification:
                 raise
             except LeanditError:
                 pass  # both copies of a table are lost: the finding says so
-    if manifests and manifests[-1]:
+    # Where shards are left of a revision that may have been complete, these files are all that tells of it.
+    tells_of_lost = is_lost and any(finding.cause in ("abandoned", "chain") for finding in found.findings)
+    tells_of_lost |= bool(lost_revisions(root))
+    if manifests and manifests[-1] and not tells_of_lost:
         write_zarr_files(root, manifests[-1])
     return verify_store(root)
 

@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -47,9 +47,12 @@ from ..format.row_layout import BUCKETS, CAPTION_PART
 from ..format.schema import FileEntry, Manifest
 from ..format.table_schemas import index_names
 from ..revisions.catalog import (
+    Link,
+    broken_link,
     check_store,
     file_entry,
     intact_copies,
+    lost_revisions,
     planned_revisions,
     read_manifest,
     sealed_revisions,
@@ -61,8 +64,8 @@ from .findings import HARMLESS, Finding, Locator, shard_place
 
 REVISION_FILES = (MANIFEST, RECORDS, CAPTIONS, SOURCES, LOCAL)
 LATER_LOST = (
-    "no revision names this shard or array, but the 'zarr.json' files are not those of the newest revision. If a later "
-    "one was complete, restore its folder in 'revisions' before you repair"
+    "no revision names this shard or array, but the 'zarr.json' files are not those of the newest revision, so a later "
+    "one may have been complete. Restore its folder in 'revisions'; to give it up, remove this file and repair"
 )
 TWO_STORES = (
     "an intact copy of it is of another store, and the other revisions, the index and the shards do not tell which. "
@@ -138,7 +141,12 @@ def verify_store(
         check_store(root)
     paths = list(_files_below(root) if paths is None else paths)
     expected: Expected = {}
-    manifests = {revision: one for revision in sealed if (one := _expect_sealed(root, revision, expected))}
+    lost = lost_revisions(root)
+    manifests: dict[int, Manifest] = {}
+    for revision in sorted([*sealed, *lost]):
+        manifest = _expect_sealed(root, revision, expected)
+        if manifest:
+            manifests[revision] = manifest
     for revision in planned:
         _expect_unfinished(root, revision, expected)
     if manifests:
@@ -162,6 +170,7 @@ def verify_store(
     knows_all = bool(begun) and begun == manifests.keys()
     detail = LATER_LOST if is_later_lost(findings) else ""
     findings += _strays(paths, expected, sealed, knows_all=knows_all, detail=detail)
+    findings += _check_chain(manifests, {*sealed, *lost})
     return Verification(
         store=str(root),
         mode="quick" if quick else "full",
@@ -174,6 +183,30 @@ def verify_store(
         findings=sorted(findings, key=lambda finding: finding.path),
         expected=entries,
     )
+
+
+def _check_chain(manifests: Mapping[int, Manifest], known: Collection[int]) -> list[Finding]:
+    """Check that each revision was built on the one before it.
+
+    Args:
+      manifests: intact ones, by revision.
+      known: all revisions of which there is a folder that was complete.
+    """
+    findings: list[Finding] = []
+    for revision, manifest in manifests.items():
+        before = manifests.get(revision - 1)
+        link = Link(base=manifest.base, copies=manifest.copies, root_hash=manifest.root_hash)
+        if before is not None:
+            earlier = Link(base=before.base, copies=before.copies, root_hash=before.root_hash)
+            if problem := broken_link(revision, link, earlier):
+                findings += [
+                    Finding(f"{revision_prefix(number)}{MANIFEST}", "chain", problem)
+                    for number in (revision - 1, revision)
+                ]
+        elif revision > 1 and not manifest.copies and revision - 1 not in known:
+            detail = f"revision {revision} was built on it, and its folder is lost. Restore it from a copy of the store"
+            findings.append(Finding(f"{revision_prefix(revision - 1)}{MANIFEST}", "missing", detail))
+    return findings
 
 
 def is_later_lost(findings: Iterable[Finding]) -> bool:

@@ -37,7 +37,7 @@ from ..format.layout import (
 )
 from ..format.row_layout import BUCKETS, CAPTION_PART
 from ..format.schema import FileEntry, Manifest
-from ..revisions.catalog import read_manifest
+from ..revisions.catalog import has_lost_manifest, lost_manifest, read_manifest
 from .cache import DEFAULT_THREADS, STORE, RemoteFolder, is_shard
 from .reader import RemoteReader
 
@@ -149,6 +149,13 @@ def _fetch_manifest(reader: RemoteReader, store: Path, revision: int) -> Manifes
             f"store '{reader.url}': the URL does not exist or has no manifest, so it is not a leandit store. Check the "
             "URL."
         )
+    names: dict[int, set[str]] = {number: set() for number in numbers}
+    for path in listed:
+        if number := revision_of(path):
+            names[number].add(path.split("/")[2])
+    lost = [number for number, inside in names.items() if number > sealed[-1] and has_lost_manifest(inside)]
+    if lost and not revision:
+        raise DamageError(lost_manifest(reader.url, max(lost), sealed[-1]))
     wanted = revision or sealed[-1]
     if wanted not in sealed:
         raise StoreError(
@@ -157,6 +164,9 @@ def _fetch_manifest(reader: RemoteReader, store: Path, revision: int) -> Manifes
     wanted_files = [revision_prefix(number) + name for number in sealed for name in (LOCAL, MANIFEST)]
     wanted_files += [f"{revision_prefix(number)}{PLAN}/{PLAN_FILE}" for number in numbers if number > sealed[-1]]
     sizes = {path: listed[path] for path in wanted_files if path in listed}
+    for old in store.glob(f"{REVISIONS}/*"):
+        if revision_of(f"{old.relative_to(store).as_posix()}/") not in numbers - {*lost}:
+            remove(old)  # of a revision that no longer exists at the URL
     for old in store.glob(f"{REVISIONS}/*/**/*.json"):  # manifests and plans that no longer exist at the URL
         if old.relative_to(store).as_posix() not in sizes:
             remove(old)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
@@ -17,12 +19,15 @@ from ...errors import (
     StoreError,
     StoreIncomplete,
     StoreNotFound,
+    StoreWarning,
 )
-from ..disk.hashing import read_json, xxh3_parts
+from ..disk.faults import named_faults
+from ..disk.hashing import MAX_JSON_BYTES, read_json, xxh3_parts
 from ..format.layout import (
     CAPTIONS,
     COMMITS,
     GROUP,
+    INDEX,
     MANIFEST,
     PLAN,
     PLAN_FILE,
@@ -61,6 +66,135 @@ def begun_revision(path: Path) -> int:
             if revision := revision_of(f"{folder.relative_to(path).as_posix()}/"):
                 begun.add(revision)
     return max(begun - {*sealed_revisions(path)}, default=0)
+
+
+def lost_revisions(path: Path) -> list[int]:
+    """Revisions of a store that were complete and have lost both copies of their manifest, in order."""
+    names: dict[int, set[str]] = {}
+    for folder in path.glob(f"{REVISIONS}/*"):
+        number = revision_of(f"{folder.relative_to(path).as_posix()}/")
+        if number and folder.is_dir():
+            names[number] = {file.name for file in folder.iterdir()}
+    lost = {number for number, inside in names.items() if has_lost_manifest(inside)}
+    return sorted(lost - {*sealed_revisions(path)})
+
+
+def has_lost_manifest(names: Iterable[str]) -> bool:
+    """Whether a revision with these files and folders was complete, and has no manifest any more.
+
+    Plan and commit records are removed after the manifest is written, and it is written after tables and index.
+    """
+    inside = {*names}
+    return {RECORDS, INDEX} <= inside and not inside & {PLAN, COMMITS, MANIFEST}
+
+
+class Link(NamedTuple):
+    """What ties a revision to the one before it.
+
+    Args:
+      base: the root hash of the revision before it; "" for the first.
+      copies: its rows were copied from another store (``leandit compact``), so no revision before it is there.
+    """
+
+    base: str
+    copies: bool
+    root_hash: str
+
+
+def read_link(root: Path, revision: int) -> Link | None:
+    """The link of a revision, unchecked; None if no copy of its manifest can be read.
+
+    Raises: ResourceError: the disk or this machine failed.
+    """
+    prefix = revision_prefix(revision)
+    for path in (root / f"{prefix}{MANIFEST}", root / f"{prefix}{TWIN}/{MANIFEST}"):
+        try:
+            with named_faults(path):
+                if path.stat().st_size > MAX_JSON_BYTES:
+                    continue
+                content = json.loads(path.read_bytes())
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
+            continue
+        if isinstance(content, dict) and isinstance(content.get("root_hash"), str):
+            return Link(
+                base=str(content.get("base", "")),
+                copies=content.get("copies") is True,
+                root_hash=content["root_hash"],
+            )
+    return None
+
+
+def broken_link(revision: int, link: Link, before: Link) -> str:
+    """Describe a revision that was not built on the revision before it; "" if it was."""
+    if link.copies:
+        return f"revision {revision} is the first of a compacted store, and revision {revision - 1} lies before it"
+    if link.base == before.root_hash:
+        return ""
+    return (
+        f"revision {revision} was built on root hash {link.base or 'none'}, and revision {revision - 1} has "
+        f"{before.root_hash}: one of them is of another store"
+    )
+
+
+def check_not_lost(root: Path) -> None:
+    """Check that the newest revision has a manifest, unless it is still being written.
+
+    Raises: DamageError.
+    """
+    newest = max(sealed_revisions(root), default=0)
+    lost = max(lost_revisions(root), default=0)
+    if lost > newest:
+        raise DamageError(lost_manifest(str(root), lost, newest))
+
+
+def lost_manifest(store: str, lost: int, newest: int) -> str:
+    """The message on a revision whose manifest is lost.
+
+    Args:
+      newest: the newest complete revision, 0 if there is none.
+    """
+    others = "precompute into another --store"
+    if newest:
+        others = (
+            f"read revision {newest}, which is complete, by its number. To give up what revision {lost} added, remove "
+            f"'{revision_prefix(lost)}'"
+        )
+    return (
+        f"store '{store}': '{revision_prefix(lost)}{MANIFEST}' is lost, so nothing tells what revision {lost} holds. "
+        f"Restore it from a copy of the store, or {others}."
+    )
+
+
+def check_link(root: Path, revision: int, link: Link, before: Link) -> None:
+    """Check that a revision was built on the one before it. Raises: DamageError."""
+    if problem := broken_link(revision, link, before):
+        raise DamageError(
+            f"store '{root}': {problem}. Restore the folders in 'revisions' from a copy of the store; 'leandit verify "
+            f"{root}' checks them."
+        )
+
+
+def check_chain(root: Path) -> None:
+    """Check that each complete revision of a store was built on the one before it.
+
+    A revision that lies before others and is lost is warned of: later manifests name the shards that it wrote.
+
+    Raises: DamageError: a revision is of another store.
+    """
+    links = {revision: read_link(root, revision) for revision in sealed_revisions(root)}
+    for revision, link in links.items():
+        before = links.get(revision - 1)
+        if link is None or revision == 1:
+            continue
+        if before is not None:
+            check_link(root, revision, link, before)
+        elif revision - 1 not in links and not link.copies:
+            warnings.warn(
+                f"store '{root}': revision {revision - 1} is lost, on which revision {revision} was built. Revision "
+                f"{revision} can be read; restore the other from a copy of the store before you add to it.",
+                StoreWarning,
+                stacklevel=3,
+            )
 
 
 def unsealed(revision: int) -> str:

@@ -15,12 +15,21 @@ import pyarrow as pa
 from ...errors import DamageError, StoreError, StoreIncomplete, StoreWarning
 from ..disk.cached import cached_property
 from ..disk.hashing import xxh3_file
-from ..format.layout import CAPTIONS, RECORDS, REMOTE_ABOUT, index_path, revision_prefix
+from ..format.layout import CAPTIONS, RECORDS, REMOTE_ABOUT, index_path, revision_prefix, zarr_files
 from ..format.schema import FileEntry, Manifest
 from ..format.table_schemas import captions_schema, records_schema
 from ..format.tables import check_table, read_batches, read_row_group, table_problem
 from ..format.zarr_shard import ArrayLayout
-from .catalog import REPAIR, check_store, planned_revisions, read_manifest, sealed_revisions, unsealed
+from .catalog import (
+    REPAIR,
+    check_chain,
+    check_not_lost,
+    check_store,
+    planned_revisions,
+    read_manifest,
+    sealed_revisions,
+    unsealed,
+)
 from .commits import missing_work, read_commit, read_results
 from .local import read_local, whole_spec
 from .merge import Merge
@@ -54,6 +63,9 @@ class OpenedRevision:
             complete = ", ".join(map(str, sealed)) or "none"
             begun = f" {unsealed(number)}" if number in planned else ""
             raise StoreError(f"store '{path}': it has no complete revision {number}. Available: {complete}.{begun}")
+        if number not in sealed:
+            check_not_lost(path)
+        check_chain(path)
         self.path, self.root = path, Path(os.path.abspath(path))  # absolute, for files that are read later
         self.newest_revision = sealed[-1] if sealed else 1
         self.unfinished_revision = planned[-1] if planned else None
@@ -73,6 +85,8 @@ class OpenedRevision:
             self.manifest, local = read_manifest(path, self.revision), read_local(path, self.revision)
             self.spec, self.plan_hash = whole_spec(self.manifest.spec, local), local.plan if local else ""
             self.layouts: Mapping[str, ArrayLayout] = self.manifest.layouts()
+            if not number and not self.unfinished_revision:
+                self._warn_of_later(self.manifest)
             return
         self._plan = plan = read_plan(path, 1)
         self.spec, self.plan_hash, self.layouts = plan.spec, plan.hash, plan.layout.arrays
@@ -83,6 +97,20 @@ class OpenedRevision:
             raise StoreIncomplete(
                 f"store '{path}': not complete; {problem}. Run the same precompute command again: it resumes."
             )
+
+    def _warn_of_later(self, manifest: Manifest) -> None:
+        """Warn if a ``zarr.json`` is not that of the newest revision: the folder of a later one may be lost."""
+        for path, content in zarr_files(manifest.spec, manifest.layouts().values()).items():
+            file = self.root / path
+            if file.is_file() and file.read_bytes() != content:
+                warnings.warn(
+                    f"store '{self.path}': revision {manifest.revision} is opened, and '{path}' is of another one: it "
+                    f"is damaged, or revision {manifest.revision + 1} was complete and its folder is lost. Run "
+                    f"'leandit verify {self.path}'.",
+                    StoreWarning,
+                    stacklevel=4,
+                )
+                return
 
     @property
     def num_records(self) -> int:

@@ -37,7 +37,7 @@ from ..format.row_layout import bucket_part, num_stored_tokens
 from ..format.schema import FORMAT_VERSION, FileEntry, Manifest, PlanFile, SelfCheck, StoreSpec
 from ..format.table_schemas import CAPTION_RESULTS, CAPTION_START, captions_schema, plan_schema, suffixes
 from ..format.tables import map_parquet, parquet_file, table_problem
-from .catalog import file_entry, read_hashed, read_manifest, sealed_revisions
+from .catalog import Link, check_link, file_entry, read_hashed, read_manifest, sealed_revisions
 from .local import read_local, shared_spec, whole_spec
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -256,11 +256,9 @@ def _read_plan(root: Path, revision: int, is_sealed: bool) -> FrozenPlan:
         if not _is_intact(path, entry):
             raise DamageError(f"store '{root}': '{folder}{name}' is missing or damaged. {remedy}")
     before = read_manifest(root, revision - 1) if content.base and not content.copies else None
-    if before and before.root_hash != content.base:
-        raise DamageError(
-            f"store '{root}': revision {revision} builds on root hash {content.base}, revision {revision - 1} has "
-            f"{before.root_hash}. Run 'leandit verify {root} --repair'."
-        )
+    if before:
+        link = Link(base=content.base, copies=content.copies, root_hash="")
+        check_link(root, revision, link, Link(base=before.base, copies=before.copies, root_hash=before.root_hash))
     records = map_parquet(root / (folder + RECORDS), num_planned)
     captions = map_parquet(root / (folder + CAPTIONS), num_captions)
     if is_sealed:

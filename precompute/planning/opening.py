@@ -9,7 +9,14 @@ from ...datasets.disk.files import TEMPORARY_PREFIX
 from ...datasets.disk.strays import sweep_strays
 from ...datasets.format.layout import LEASES, REVISIONS
 from ...datasets.format.schema import StoreSpec
-from ...datasets.revisions.catalog import begun_revision, check_store, planned_revisions, sealed_revisions
+from ...datasets.revisions.catalog import (
+    begun_revision,
+    check_chain,
+    check_not_lost,
+    check_store,
+    planned_revisions,
+    sealed_revisions,
+)
 from ...datasets.revisions.plan import FrozenPlan, read_plan
 from ...errors import FingerprintMismatch, SourceError, StoreError, StoreIncomplete
 from ...recipe import flatten
@@ -66,6 +73,8 @@ def look_for_plan(root: Path) -> FrozenPlan | None:
         raise StoreError(f"store '{root}': it is a file; expected a folder, or nothing. Use another --store.")
     if not root.exists():
         return None
+    check_not_lost(root)
+    check_chain(root)
     if revisions := [*sealed_revisions(root), *planned_revisions(root)]:
         return read_plan(root, max(revisions))
     others = (path.name for path in root.iterdir() if path.name not in (LEASES, REVISIONS))
