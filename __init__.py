@@ -10,8 +10,9 @@ The tour, in the order the data travels:
    Read ``train/loop.py``.
 4. ``leandit.tools`` is what you type: the ``leandit`` command, the inspector, the demo.
 
-``LatentStore``, ``make_loader``, ``BatchReader``, ``Batch``, ``load_snapshot`` and ``adapters`` can be imported from
-here; each is loaded when it is first asked for, so that ``import leandit`` costs nothing.
+``LatentStore``, ``create_store``, ``make_loader``, ``BatchReader``, ``Batch``, ``load_snapshot``, ``adapters`` and
+``testing`` can be imported from here; each is loaded when it is first asked for, so that ``import leandit`` costs
+nothing.
 
 The four rooms have no ``__init__.py``: with one, ``datasets/`` would hide Hugging Face's library of the same name from
 anyone who stands in the repository root.
@@ -23,27 +24,44 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import testing
     from .datasets.batches import adapters
     from .datasets.batches.batch import Batch
     from .datasets.batches.reader import BatchReader
     from .datasets.loader import make_loader
     from .datasets.store import LatentStore
+    from .datasets.writer import RecordWriter, create_store
+    from .errors import InvalidRecord
     from .train.sampling.snapshot import load_snapshot
 
 if sys.version_info < (3, 11):  # noqa: UP036 - in a clone; pip refuses by itself
     raise SystemExit(f"leandit needs Python 3.11 or newer, and this is {sys.version.split()[0]}: {sys.executable}")
 
 __version__ = "0.1.0"
-__all__ = ["Batch", "BatchReader", "LatentStore", "adapters", "load_snapshot", "make_loader"]
+__all__ = [
+    "Batch",
+    "BatchReader",
+    "InvalidRecord",
+    "LatentStore",
+    "RecordWriter",
+    "adapters",
+    "create_store",
+    "load_snapshot",
+    "make_loader",
+    "testing",
+]
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # programs decide what is shown
 _HOMES = {
     "Batch": "datasets.batches.batch",
     "BatchReader": "datasets.batches.reader",
+    "InvalidRecord": "errors",
     "LatentStore": "datasets.store",
+    "RecordWriter": "datasets.writer",
+    "create_store": "datasets.writer",
     "load_snapshot": "train.sampling.snapshot",
     "make_loader": "datasets.loader",
 }
-_MODULES = {"adapters": "datasets.batches.adapters"}
+_MODULES = {"adapters": "datasets.batches.adapters", "testing": "testing"}
 
 
 def __getattr__(name: str) -> Any:

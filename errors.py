@@ -9,6 +9,7 @@
     │   ├── UnknownKey (KeyError)
     │   ├── RowOutOfRange (IndexError)
     │   ├── StoreIncomplete
+    │   ├── InvalidRecord (ValueError)
     │   ├── FormatVersionError
     │   └── FingerprintMismatch
     ├── RunError                              3   a run or checkpoint does not fit
@@ -71,6 +72,22 @@ class RowOutOfRange(StoreError, IndexError):
 
 class StoreIncomplete(StoreError):
     """Some planned shards are not committed yet."""
+
+
+class InvalidRecord(StoreError, ValueError):
+    """A record that was to be added to a store is not what the store was declared to hold.
+
+    Args:
+      key: of the record.
+      reason: one of the closed list in ``table_schemas.REJECT_REASONS``.
+      detail: what was got, and what was expected.
+    """
+
+    def __init__(self, key: str, reason: str, detail: str) -> None:
+        super().__init__(f"record {key[:200]!r}: {detail}")
+        self.key = key
+        self.reason = reason
+        self.detail = detail
 
 
 class FormatVersionError(StoreError):

@@ -158,10 +158,10 @@ def parse_recipe(name: str, model: type[RecipeT], values: dict[str, Any]) -> Rec
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise RecipeError(f"recipe '{name}': {_problems(error, model)}") from error
+        raise RecipeError(f"recipe '{name}': {describe_problems(error, model)}") from error
 
 
-def _problems(error: ValidationError, model: type[BaseModel]) -> str:
+def describe_problems(error: ValidationError, model: type[BaseModel]) -> str:
     """Every wrong key, as a sentence."""
     problems = "; ".join(_describe(problem, model) for problem in error.errors())
     return problems if problems.endswith("?") else f"{problems}."
@@ -179,7 +179,7 @@ def parse_stored(name: str, model: type[RecipeT], values: Mapping[str, Any]) -> 
     try:
         return model.model_validate(remaining), unknown
     except ValidationError as error:
-        raise RecipeError(f"{name}: {_problems(error, model)}") from error
+        raise RecipeError(f"{name}: {describe_problems(error, model)}") from error
 
 
 def split_unknown(model: type[BaseModel], values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

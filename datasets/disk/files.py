@@ -190,6 +190,34 @@ def _replace_folder(temporary: Path, final: Path) -> None:
         shutil.rmtree(replaced)  # if it fails, the next command sweeps the rest
 
 
+def extend(path: Path, size: int, parts: Iterable[Any]) -> None:
+    """Write at the end of a file of which the first bytes count, and sync it; what is behind them is cut off.
+
+    A crash leaves these bytes as they were, so the same call may be repeated.
+
+    Args:
+      path: the file; it is created with its folder if ``size`` is 0.
+      size: bytes of the file that count.
+      parts: consecutive buffers to write.
+    Raises: ResourceError: as ``write_atomic``; FileNotFoundError.
+    """
+    try:
+        make_folder(path.parent)
+        _step("create", path)
+        descriptor = os.open(path, os.O_WRONLY | (0 if size else os.O_CREAT), 0o666)
+        try:
+            os.ftruncate(descriptor, size)
+            os.lseek(descriptor, size, os.SEEK_SET)
+            _write_parts(descriptor, path, parts)
+        finally:
+            os.close(descriptor)
+        if not size:
+            fsync_folder(path.parent)
+    except BaseException as error:
+        raise_resource_error(error, path)
+        raise
+
+
 def remove(path: Path) -> None:
     """Remove a file or folder; a folder is renamed to a temporary first, so that it never looks complete."""
     if path.is_dir() and not path.is_symlink():
@@ -252,19 +280,24 @@ def _write_file(path: Path, parts: bytes | Iterable[Any]) -> None:
     _step("create", path)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
-        for part in [parts] if isinstance(parts, bytes) else parts:
-            stops_halfway = _step("write", path)
-            view = memoryview(part)
-            view = view.cast("B") if view.nbytes else memoryview(b"")  # an empty array cannot be cast
-            left = view[: len(view) // 2] if stops_halfway else view
-            while left:
-                left = left[os.write(descriptor, failpoint.takes(left) if failpoint else left) :]
-            if stops_halfway:
-                os._exit(EXIT_DIED)
-        _step("sync", path)
-        os.fsync(descriptor)
+        _write_parts(descriptor, path, [parts] if isinstance(parts, bytes) else parts)
     finally:
         os.close(descriptor)
+
+
+def _write_parts(descriptor: int, path: Path, parts: Iterable[Any]) -> None:
+    """Write buffers to an open file, and sync it."""
+    for part in parts:
+        stops_halfway = _step("write", path)
+        view = memoryview(part)
+        view = view.cast("B") if view.nbytes else memoryview(b"")  # an empty array cannot be cast
+        left = view[: len(view) // 2] if stops_halfway else view
+        while left:
+            left = left[os.write(descriptor, failpoint.takes(left) if failpoint else left) :]
+        if stops_halfway:
+            os._exit(EXIT_DIED)
+    _step("sync", path)
+    os.fsync(descriptor)
 
 
 def _let_write(write: Callable[[Path], Any], path: Path) -> None:

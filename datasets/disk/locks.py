@@ -42,6 +42,20 @@ def locked(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def try_locked(path: Path) -> Iterator[bool]:
+    """Hold an exclusive lock on a file, which is created if missing, unless another process holds it.
+
+    Yields: False if another process holds it; True also on a file system without locks.
+    """
+    with _closed_in_forks(os.open(path, os.O_RDWR | os.O_CREAT, 0o666)) as descriptor:
+        try:
+            is_held = try_lock(descriptor)
+        except OSError:
+            is_held = True
+        yield is_held
+
+
+@contextlib.contextmanager
 def hold(path: Path, create: Callable[[Path], None] | None = None) -> Iterator[None]:
     """Lock a file or folder while the block runs, wherever it is renamed to; nothing happens without flock.
 

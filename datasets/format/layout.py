@@ -51,6 +51,7 @@ TWIN = "twin"  # folder of the second copy of a revision's files
 PLAN = "plan"  # folders that exist while a revision is made
 PLAN_FILE = "plan.json"
 COMMITS = "commits"
+JOURNAL = "journal"  # what a program has added so far with ``create_store``
 REVISIONS = "revisions"
 LEASES = "leases"
 REMOTE_ABOUT = "about.json"  # next to the local part of a store at a URL
@@ -159,6 +160,7 @@ class CaptionLayout:
       revision: that adds them.
       first_caption: id of the first one.
       before: arrays of earlier revisions, by path; empty if the text encoder is new.
+      fixed_shard_rows: rows of a shard of its first array, where it was decided before the captions were known; else 0.
     """
 
     name: str
@@ -169,6 +171,7 @@ class CaptionLayout:
     revision: int = 1
     first_caption: int = 0
     before: Mapping[str, ArrayLayout] = field(default_factory=dict)
+    fixed_shard_rows: int = 0
 
     @cached_property
     def starts(self) -> np.ndarray:
@@ -226,6 +229,8 @@ class CaptionLayout:
             return self._shard_rows()
         if self.spec.has_tokens:  # of full length: a shard has the captions of a shard of tokens
             return self._shard_rows()[0] // self.spec.max_tokens, 1
+        if self.fixed_shard_rows:
+            return self.fixed_shard_rows, 1
         return shard_rows(row_bytes(caption_rows(self.spec)[POOLED]), self.shard_mib, len(self.num_tokens)), 1
 
     def _shard_rows(self) -> tuple[int, int]:
@@ -234,8 +239,12 @@ class CaptionLayout:
             return before.shard_rows, before.chunk_rows
         num_bytes, longest = row_bytes(caption_rows(self.spec)[EMBEDDINGS]), self.spec.max_tokens
         if self.spec.full_length:  # whole captions
+            if self.fixed_shard_rows:
+                return self.fixed_shard_rows, longest
             return shard_rows(num_bytes * longest, self.shard_mib, len(self.num_tokens)) * longest, longest
         chunk_rows = max(1, TOKEN_CHUNK_BYTES // num_bytes)
+        if self.fixed_shard_rows:
+            return self.fixed_shard_rows, chunk_rows
         # At least one caption of full length fits, since no caption straddles two shards.
         rows = -(-max((self.shard_mib << 20) // num_bytes, longest) // chunk_rows) * chunk_rows
         return larger_shard(rows, num_bytes, self._num_rows), chunk_rows
@@ -293,6 +302,8 @@ class RevisionLayout:
       num_tokens: (num_captions,) stored tokens of all captions, by text encoder.
       first_caption: id of the first caption that it adds.
       before: arrays of the revision before, by path.
+      shard_rows: rows of a shard, by path of the first array of a part, where they were decided before the number of
+        records was known; all others follow from the plan.
     """
 
     spec: StoreSpec
@@ -301,6 +312,7 @@ class RevisionLayout:
     num_tokens: Mapping[str, np.ndarray]
     first_caption: int = 0
     before: Mapping[str, ArrayLayout] = field(default_factory=dict)
+    shard_rows: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def parts(self) -> dict[str, Part]:
@@ -313,12 +325,14 @@ class RevisionLayout:
     def _caption_parts(self, name: str) -> Iterator[Part]:
         """The parts of a text encoder: all captions and the null one if it is new, else the captions added."""
         spec, suffix = self.spec.text_encoder_of(name).spec, f"/{name}" if name else ""
-        null = null_array(next(iter(caption_rows(spec))))
+        array = next(iter(caption_rows(spec)))
+        null = null_array(array)
         is_known = f"{caption_folder(name)}/{null}" in self.before
         first = self.first_caption if is_known else 0
         counts = self.num_tokens[name][first:]
         sizes = self.spec.shard_mib, self.spec.codec, self.revision
-        layout = CaptionLayout(name, spec, counts, *sizes, first, self.before)
+        fixed_shard_rows = self.shard_rows.get(f"{caption_folder(name)}/{array}", 0)
+        layout = CaptionLayout(name, spec, counts, *sizes, first, self.before, fixed_shard_rows)
         if not is_known:
             yield Part(NULL_PART + suffix, [0], layout, is_null=True)
         if len(counts):
@@ -359,6 +373,9 @@ class RevisionLayout:
         """
         if first := self._known(bucket, groups[0]):
             return first.shard_rows
+        path = next(iter(row_arrays(self.spec, bucket, groups[0])))
+        if fixed := self.shard_rows.get(f"{bucket_part(bucket)}/{path}"):
+            return fixed
         largest = max(row_bytes(row) for group in groups for row in row_arrays(self.spec, bucket, group).values())
         ranges, latents = self._ranges_of(bucket), self._known(bucket, LATENTS)
         fitting = shard_rows(largest, self.spec.shard_mib, ranges[-1].end if ranges else 0)

@@ -464,4 +464,5 @@ class PlanFile(HashedFile):
     spec: StoreSpec
     files: Annotated[list[FileEntry], Field(min_length=2, max_length=2)]
     self_check: SelfCheck | None = None
+    shard_rows: dict[str, Count] = {}  # as ``RevisionLayout.shard_rows``
     sha256: str

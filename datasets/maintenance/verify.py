@@ -29,6 +29,7 @@ from ..format.layout import (
     GROUP,
     HUB_CACHE,
     HUB_FILES,
+    JOURNAL,
     LEASES,
     LOCAL,
     MANIFEST,
@@ -346,7 +347,8 @@ def _strays(
         is_litter = any(part.startswith(TEMPORARY_PREFIX) for part in (*folders, name))
         if path in HUB_FILES or path.startswith(HUB_CACHE) or (path in expected and not is_litter):
             continue
-        is_litter |= folders[2:3] in ([PLAN], [COMMITS]) and revision_of(path) in sealed  # of an interrupted seal
+        is_work = folders[2:3] in ([PLAN], [COMMITS], [JOURNAL])
+        is_litter |= is_work and revision_of(path) in sealed  # of an interrupted seal
         is_abandoned = knows_all and (shard_place(path) or of_an_array.fullmatch(path))
         if is_litter:
             yield Finding(path.rstrip("/"), "temporary")

@@ -28,6 +28,7 @@ from ..format.layout import (
     COMMITS,
     GROUP,
     INDEX,
+    JOURNAL,
     MANIFEST,
     PLAN,
     PLAN_FILE,
@@ -197,6 +198,11 @@ def check_chain(root: Path) -> None:
             )
 
 
+def has_journal(path: Path) -> bool:
+    """Whether a program adds records to a folder with ``create_store``, or was stopped before it sealed the store."""
+    return (path / revision_prefix(1) / JOURNAL).is_dir()
+
+
 def unsealed(revision: int) -> str:
     """A sentence on a revision that was begun and has no manifest, and what to do."""
     return f"Revision {revision} was started but not finished: run the same precompute command again."
@@ -209,6 +215,11 @@ def check_store(path: Path) -> None:
     """
     if not path.is_dir():
         raise StoreNotFound(f"store '{path}': no such folder. Create it with 'leandit precompute'.")
+    if has_journal(path) and not sealed_revisions(path):
+        raise StoreIncomplete(
+            f"store '{path}': a program writes it with create_store, and has not sealed it. Run the program to its "
+            "end: it continues."
+        )
     if not (path / GROUP).is_file() and not sealed_revisions(path):
         if planned_revisions(path):
             raise StoreIncomplete(f"store '{path}': nothing is encoded yet. Run the same precompute command again.")

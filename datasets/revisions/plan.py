@@ -7,7 +7,7 @@ write one store, even if the source changes meanwhile.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ class FrozenPlan:
       recorded_hash: from the store; empty for a new plan.
       self_check: of the autoencoder, made before the first plan of the store was frozen; None without one.
       before: the revision before, whose arrays it extends; None for the first one, and where it copies.
+      shard_rows: as ``RevisionLayout.shard_rows``.
     """
 
     spec: StoreSpec
@@ -73,6 +74,7 @@ class FrozenPlan:
     recorded_hash: str = ""
     self_check: SelfCheck | None = None
     before: Manifest | None = None
+    shard_rows: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def hash(self) -> str:
@@ -143,6 +145,7 @@ class FrozenPlan:
             },
             self.first_caption,
             self.before.layouts() if self.before else {},
+            self.shard_rows,
         )
 
     def zarr_files(self) -> dict[str, bytes]:
@@ -201,6 +204,7 @@ def freeze_plan(root: Path, plan: FrozenPlan, *, replace: bool = False) -> Froze
         spec=plan.spec,
         files=[file_entry(name, content) for name, content in tables.items()],
         self_check=plan.self_check,
+        shard_rows=dict(plan.shard_rows),
         sha256="",
     ).with_hash()
     folder = root / revision_prefix(plan.revision) / PLAN
@@ -241,6 +245,7 @@ def _read_plan(root: Path, revision: int, is_sealed: bool) -> FrozenPlan:
         entries = [files[prefix + name] for name in names]
         num_planned: int | None = content.num_planned
         num_captions: int | None = content.num_captions
+        shard_rows = {layout.path: layout.shard_rows for layout in content.arrays}
     else:
         remedy = (
             f"Revision {revision} is not finished: run the same precompute command again. It plans the revision again, "
@@ -251,6 +256,7 @@ def _read_plan(root: Path, revision: int, is_sealed: bool) -> FrozenPlan:
         names, folder, entries = (RECORDS, CAPTIONS), f"{prefix}{PLAN}/", content.files
         num_planned = None
         num_captions = None
+        shard_rows = content.shard_rows
     for name, entry in zip(names, entries, strict=True):
         path = root / (folder + name)
         if not _is_intact(path, entry):
@@ -277,6 +283,7 @@ def _read_plan(root: Path, revision: int, is_sealed: bool) -> FrozenPlan:
         recorded_hash=recorded_hash,
         self_check=content.self_check,
         before=before,
+        shard_rows=shard_rows,
     )
     if problem := table_problem(spec, revision, records, captions.num_rows, captions) or _row_problem(plan):
         raise DamageError(f"store '{root}': the tables of revision {revision} are not valid: {problem}. {remedy}")

@@ -21,6 +21,7 @@ from ..format.layout import (
     CAPTIONS,
     COMMITS,
     INDEX,
+    JOURNAL,
     LOCAL,
     MANIFEST,
     PLAN,
@@ -180,7 +181,7 @@ def finish_seal(root: Path, manifest: Manifest) -> None:
     prefix = revision_prefix(manifest.revision)
     if (root / f"{prefix}{TWIN}").is_dir():  # not of a store that was published, which has no second copies
         write_unless_same(root / f"{prefix}{TWIN}/{MANIFEST}", canonical_json(manifest.model_dump()))
-    for name in (COMMITS, PLAN):
+    for name in (COMMITS, PLAN, JOURNAL):
         remove(root / (prefix + name))
 
 

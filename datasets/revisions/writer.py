@@ -10,15 +10,25 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from ...errors import StoreError
 from ..disk.files import write_atomic
 from ..disk.hashing import canonical_json, xxh3_64, xxh3_parts
-from ..format.layout import MANIFEST, Task, commit_path, revision_prefix, rows_path
+from ..format.layout import MANIFEST, Part, Task, commit_path, revision_prefix, rows_path
 from ..format.row_layout import LATENTS
-from ..format.schema import FORMAT_VERSION, CommitRecord, Fallback, FileEntry, Manifest, Reject
+from ..format.schema import (
+    FORMAT_VERSION,
+    CommitRecord,
+    Fallback,
+    FileEntry,
+    LatentSpec,
+    LatentStatistics,
+    Manifest,
+    Reject,
+)
 from ..format.zarr_shard import pack_shard
 from .catalog import file_entry, read_manifest
 from .commits import read_commit
@@ -32,6 +42,53 @@ READERS = 4  # threads that hash shards
 def row_checksum(*rows: np.ndarray) -> int:
     """XXH3-64 of consecutive rows."""
     return xxh3_64(*(np.ascontiguousarray(row).data for row in rows))
+
+
+class WrittenShard(NamedTuple):
+    """The files of a shard that are on disk, without a commit record.
+
+    Args:
+      files: the shard of each array, then the results of its rows.
+      statistics: of its latents; None without latents.
+    """
+
+    files: list[FileEntry]
+    statistics: LatentStatistics | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the shards."""
+        return sum(entry.bytes for entry in self.files[:-1])
+
+
+def write_shard(
+    root: Path,
+    revision: int,
+    part: Part,
+    shard: int,
+    arrays: Mapping[str, np.ndarray],
+    results: np.ndarray,
+    spec: LatentSpec,
+) -> WrittenShard:
+    """Write one shard of every array of a part and the results of its rows.
+
+    Args:
+      arrays, results: as for ``StoreWriter.commit``.
+    """
+    layouts = {layout.path: layout for layout in part.arrays}
+    files = []
+    for path, rows in arrays.items():
+        parts = pack_shard(layouts[path], rows)
+        shard_path = layouts[path].shard_path(shard)
+        write_atomic(root / shard_path, parts)
+        size, digest = xxh3_parts(parts)
+        files.append(FileEntry(path=shard_path, bytes=size, xxh3_128=digest))
+    content = results.tobytes()
+    results_path = rows_path(revision, part.name, shard)
+    write_atomic(root / results_path, [content])
+    files.append(file_entry(results_path, content))
+    latents = [arrays[layout.path] for layout in part.groups.get(LATENTS, ())]
+    return WrittenShard(files, statistics_of(latents, spec) if latents else None)
 
 
 class StoreWriter:
@@ -158,32 +215,35 @@ class StoreWriter:
           fallbacks: rows that were not encoded as planned.
         Returns: bytes written.
         """
-        files = []
-        for path, rows in arrays.items():
-            layout = self.plan.layout.arrays[path]
-            parts = pack_shard(layout, rows)
-            write_atomic(self.root / layout.shard_path(shard), parts)
-            size, digest = xxh3_parts(parts)
-            files.append(FileEntry(path=layout.shard_path(shard), bytes=size, xxh3_128=digest))
-        results_path, data = rows_path(self.plan.revision, part, shard), results.tobytes()
-        files.append(file_entry(results_path, data))
-        latents = [arrays[one.path] for one in self.plan.layout.parts[part].groups.get(LATENTS, ())]
+        layouts = self.plan.layout.parts[part]
+        written = write_shard(self.root, self.plan.revision, layouts, shard, arrays, results, self.spec.latent)
+        self.record(part, shard, written, rejects=rejects, fallbacks=fallbacks)
+        return written.num_bytes
+
+    def record(
+        self,
+        part: str,
+        shard: int,
+        written: WrittenShard,
+        *,
+        rejects: Sequence[Reject] = (),
+        fallbacks: Sequence[Fallback] = (),
+    ) -> None:
+        """Write the commit record of a shard whose files are written; arguments as for ``commit``."""
         record = CommitRecord(
             format_version=FORMAT_VERSION,
             plan=self.plan.hash,
             part=part,
             shard=shard,
-            files=files,
+            files=written.files,
             rejects=list(rejects),
             fallbacks=list(fallbacks),
-            statistics=statistics_of(latents, self.spec.latent) if latents else None,
+            statistics=written.statistics,
             record_hash="",
         ).with_hash()
-        write_atomic(self.root / results_path, [data])
         write_atomic(self.root / commit_path(self.plan.revision, part, shard), canonical_json(record.model_dump()))
         self._count(record)
         self._checked.add((part, shard))
-        return sum(entry.bytes for entry in files[:-1])
 
     def seal(self) -> Manifest:
         """Merge the commit records into the tables and the manifest, then remove plan and commit records.

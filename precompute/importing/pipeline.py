@@ -101,6 +101,11 @@ class Importer(ShardRunner):
 
 def load_importer(spec: StoreSpec, source: Path) -> Importer:
     """What repairs an imported store; raises SourceError: the features cannot be read."""
+    if "import" not in spec.recipe:
+        raise SourceError(
+            "the store was written with create_store, so only the program that wrote it can make its shards again. "
+            "Write it again, or restore the damaged files from a copy."
+        )
     settings = dict(spec.recipe["import"])
     kind = str(settings.pop("kind"))
     recipe, _ = parse_stored("recipe of the store", ImportRecipe, settings)

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import pickle
 import shutil
-import warnings
-from collections.abc import Callable
-from itertools import accumulate
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import xxhash
-import zarr
 from making import caption_recipe, encode, no_progress
-from page_reader import PageReader
 from stores import Everything
 
+from leandit import create_store, testing
 from leandit.datasets.batches.batch import Batch
 from leandit.datasets.loader import make_loader
 from leandit.datasets.store import LatentStore
 from leandit.errors import StoreError
+from leandit.testing import PageReader
 from leandit.tools.export.compact import compact
 
+CAPTION_ARRAYS = ("embeddings", "scales", "pooled")
 Make = Callable[[pytest.FixtureRequest, Path], Path]
 
 
@@ -57,6 +55,26 @@ def published(request: pytest.FixtureRequest, path: Path) -> Path:
     return shutil.copytree(request.getfixturevalue("everything").added, path, ignore=ignore)
 
 
+def written(_request: pytest.FixtureRequest, path: Path) -> Path:
+    """By ``create_store``: two sizes, int8 tokens, a feature, a companion."""
+    rng = np.random.default_rng(0)
+    latent = {"channels": 4, "downscale": 8, "scale": 0.5, "flip": True, "kind": "sample"}
+    text = {"null": rng.normal(size=(2, 6)), "max_tokens": 4, "dtype": "int8"}
+    features = {"dino": {"width": 8, "dtype": "int8", "patch_px": 8}}
+    with create_store(path, latent=latent, text=text, features=features, classes=3) as store:
+        for i in range(9):
+            height = 4 + 2 * (i % 2)
+            store.add(
+                f"key {i}",
+                latent=rng.normal(size=(2, 4, height, 4)).tolist(),
+                label=i % 3,
+                caption=[f"caption {i // 2}", f"other {i}"],
+                embeddings=[rng.normal(size=(3, 6)), rng.normal(size=(1, 6))],
+                features={"dino": list(rng.normal(size=(2, height * 4, 8)))},
+            )
+    return path
+
+
 STORES: dict[str, tuple[Make, dict[str, Any]]] = {
     "labels": (given("label_store"), {}),
     "captions": (given("caption_store"), {}),
@@ -66,6 +84,7 @@ STORES: dict[str, tuple[Make, dict[str, Any]]] = {
     "grown, features, four text encoders": (grown, {}),
     "an earlier revision": (grown, {"revision": 2}),
     "compacted": (compacted, {}),
+    "by create_store": (written, {}),
     "published": (published, {}),
     "at a URL": (grown, {"remote": {"capacity_gib": 1.0}}),
     "at a URL, little room": (grown, {"remote": {"capacity_gib": 0.0}, "access": "pread"}),
@@ -159,58 +178,37 @@ def test_every_caption_has_the_rows_that_its_table_names(opened: tuple[LatentSto
             equal(narrow(text.null_pooled), narrow(pooled))
 
 
-def test_the_index_has_the_numbers_of_the_tables(opened: tuple[LatentStore, PageReader]) -> None:
-    _, reader = opened
-    size_px = lambda name: [int(side) for side in name.split("x")]  # noqa: E731
-    places = sorted((size_px(record["bucket"]), record["row"], i) for i, record in stored_records(reader).items())
-    stored = [reader.records[i] for *_, i in places]
-    ids, of_bucket = [record["caption_ids"] for record in stored], dict[str, list[int]]()
-    for record in stored:
-        of_bucket.setdefault(record["bucket"], []).append(len(record["caption_ids"]))
-    wanted = {
-        "rows": [row for _, row, _ in places],
-        "records": [i for *_, i in places],
-        "labels": [record["label"] for record in stored],
-        "caption_ids": [one for some in ids for one in some],
-        "caption_starts": [start for some in of_bucket.values() for start in (0, *accumulate(some))],
-        "keys": [xxhash.xxh3_64_intdigest(record["key"].encode(), seed=0x686F6C64) for record in reader.records],
-    }
-    for name in ("checksum", *(f"checksum_{name}" for name in reader.features)):
-        wanted[name] = [record[name] or 0 for record in reader.records]
-    for name, spec in reader.texts.items():
-        suffix = f"_{name}" if name != next(iter(reader.texts)) else ""
-        starts, tokens, sums = (
-            [one[f"{what}{suffix}"] for one in reader.captions] for what in ("start", "num_tokens", "checksum")
-        )
-        wanted[f"caption_start{suffix}"] = starts
-        wanted[f"caption_length{suffix}"] = [spec["max_tokens"]] * len(tokens) if spec.get("full_length") else tokens
-        wanted[f"caption_checksum{suffix}"] = [one or 0 for one in sums]
-    assert reader.index_names == wanted.keys()
-    for name, numbers in wanted.items():
-        assert reader.index(name, len(numbers)).tolist() == numbers, name
-
-
-def test_zarr_opens_the_root_group_and_lists_every_array(opened: tuple[LatentStore, PageReader]) -> None:
+def test_the_store_is_what_the_page_says(opened: tuple[LatentStore, PageReader]) -> None:
     store, reader = opened
-    with warnings.catch_warnings():  # it wonders about tables, commit records and plans
-        warnings.simplefilter("ignore")
-        members = dict(zarr.open_group(reader.store, mode="r").members(max_depth=None))
-    arrays = {path: member for path, member in members.items() if isinstance(member, zarr.Array)}
-    is_newest = reader.revision == PageReader(reader.store).revision
-    assert arrays.keys() == reader.layouts.keys() or not is_newest
-    for path, layout in reader.layouts.items():  # the numbers of all rows that exist are those of the page
-        array = arrays[path]
-        assert list(array.shape) == layout["shape"] or not is_newest
-        assert array.dtype == layout["dtype"]
-        assert array.attrs.asdict() == ({"bits_of": "bfloat16"} if layout["dtype"] == "uint16" else {})
-        for _, first, end in layout["ranges"]:
-            np.testing.assert_array_equal(array[first:end], reader.array(path)[first:end])
+    testing.check_store(reader.store, reader.revision)
     if store.remote:
         with pytest.raises(StoreError, match="zarr-python reads local stores"):
             _ = store.zarr
     else:
         assert store.zarr.read_only
-        assert store.zarr.attrs.asdict() == {"leandit": reader.spec} or not is_newest
+
+
+def test_every_record_is_read_as_it_is_stored(opened: tuple[LatentStore, PageReader]) -> None:
+    store, reader = opened
+    testing.check_reader(reader.store, lambda _: read_records(store), reader.revision)
+
+
+def read_records(store: LatentStore) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each stored record with its rows in every array, as ``testing.check_reader`` takes them."""
+    for bucket in store.buckets:
+        index = store.index(bucket)
+        prefix = f"buckets/{bucket}/"
+        for position, row in zip(index.records.tolist(), index.rows.tolist(), strict=True):
+            record = store.record_at(position)
+            paths = [path for path in store.layouts if path.startswith(prefix)]
+            rows: dict[str, Any] = {path.removeprefix(prefix): store.array(path)[row] for path in paths}
+            for name in store.texts:
+                folder = f"captions/{name}" if name else "captions"
+                arrays = [path for path in (f"{folder}/{array}" for array in CAPTION_ARRAYS) if path in store.layouts]
+                for number in record.caption_ids:
+                    for path, values in zip(arrays, store.text(name).stored_rows(number), strict=True):
+                        rows.setdefault(path, []).append(values)
+            yield record.key, rows
 
 
 @pytest.mark.parametrize("text", ["padded", "packed"])

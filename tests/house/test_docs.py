@@ -97,6 +97,24 @@ def test_the_code_about_batches_runs(
     assert names["again"].dataset.number == 3  # after the third batch
 
 
+def test_the_code_about_own_encoders_makes_stores_that_train(
+    class_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_models: None
+) -> None:
+    (tmp_path / "photos").symlink_to(class_folder)
+    monkeypatch.chdir(tmp_path)
+    first, *others = re.findall(r"```python\n(.*?)```", (ROOT / "docs/own-encoders.md").read_text(), re.DOTALL)
+    assert len(first.strip().splitlines()) <= 20
+    names: dict[str, Any] = {}
+    for block in (first, first, *others):  # twice: a sealed store takes the same records again
+        exec(block, names)
+    assert LatentStore("photos-64").buckets == {"64x64": 15}
+    assert LatentStore("captioned").buckets == {"64x64": 4, "64x96": 4, "96x64": 4}
+    recipe = load("dit-s-2-256", ["model.num_classes=0", "run.compile=false", *TRAIN_RECIPE])
+    where = {"store_path": "photos-64", "run": Path("run"), "device": CPU}
+    outcome = train(recipe, **where, report=print, stop=StopRequest(), warn=print)
+    assert (outcome.step, outcome.finished) == (6, True)
+
+
 @pytest.mark.integration
 def test_the_recipes_about_batches_train(
     label_store: LatentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_models: None

@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import harness
@@ -15,7 +16,7 @@ from faults import start
 from stores import ImageSource
 
 from leandit.datasets.disk import files, strays
-from leandit.datasets.revisions import commits, seal
+from leandit.datasets.revisions import commits, seal, writer
 from leandit.datasets.revisions.writer import StoreWriter
 from leandit.precompute.planning import compare, planner
 from leandit.precompute.run import columns
@@ -126,25 +127,40 @@ def lease_stands_for_a_commit() -> None:
     StoreWriter._leased = leased  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def commit_before_its_data(suffix: str) -> Callable[..., int]:
+    """A commit that writes the record of a shard before those of its files whose names end so."""
+
+    def commit(self: StoreWriter, part: str, shard: int, arrays: Any, results: Any, **outcomes: Any) -> int:
+        write_atomic = writer.write_atomic
+        late = []
+
+        def write_or_wait(path: Path, parts: Any) -> None:
+            if path.name.endswith(suffix):
+                late.append((path, parts))
+            else:
+                write_atomic(path, parts)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(writer, "write_atomic", write_or_wait)
+            layouts = self.plan.layout.parts[part]
+            written = writer.write_shard(
+                self.root, self.plan.revision, layouts, shard, arrays, results, self.spec.latent
+            )
+        self.record(part, shard, written, **outcomes)
+        for path, parts in late:
+            write_atomic(path, parts)
+        return written.num_bytes
+
+    return commit
+
+
 FSYNC = "os.fsync(descriptor)", "pass"
-LAST, RESULTS = "self._count(record)", "write_atomic(self.root / results_path, [data])"
-SHARD = "write_atomic(self.root / layout.shard_path(shard), parts)"
-LATER = "for path, parts in later:\n        write_atomic(self.root / path, parts)"
 NAMES = "for name in [name for name in files if name != MANIFEST]:"
 EARLY = 'write_unless_same(root / f"{prefix}{MANIFEST}", files[MANIFEST])'
 SEAL = "write_seal(self.root, files, manifest)"
 
 MUTANTS: dict[str, tuple[Callable[[], None], Callable[[harness.Scenario, Change], Any]]] = {
-    "commit record before its data": (
-        rewritten(
-            StoreWriter,
-            "commit",
-            ("files = []", "files, later = [], []"),
-            (SHARD, "later.append((layout.shard_path(shard), parts))"),
-            (LAST, f"{LAST}\n    {LATER}"),
-        ),
-        crash_points,
-    ),
+    "commit record before its data": (replaced(StoreWriter, "commit", commit_before_its_data("")), crash_points),
     "shard counts when its files are there": (
         replaced(StoreWriter, "is_committed", is_committed_by_its_files),
         crash_points,
@@ -156,8 +172,8 @@ MUTANTS: dict[str, tuple[Callable[[], None], Callable[[harness.Scenario, Change]
         ),
         crash_points,
     ),
-    "file is not synced": (rewritten(files, "_write_file", ('_step("sync", path)', "pass"), FSYNC), right_order),
-    "sync is only counted": (rewritten(files, "_write_file", FSYNC), right_order),
+    "file is not synced": (rewritten(files, "_write_parts", ('_step("sync", path)', "pass"), FSYNC), right_order),
+    "sync is only counted": (rewritten(files, "_write_parts", FSYNC), right_order),
     "folder is not synced": (rewritten(files, "write_atomic", ("fsync_folder(path.parent)", "pass")), right_order),
     "written under its final name": (
         rewritten(files, "write_atomic", ("temporary_beside(path)", "path")),
@@ -182,7 +198,7 @@ MUTANTS: dict[str, tuple[Callable[[], None], Callable[[harness.Scenario, Change]
         right_order,
     ),
     "results follow their record": (
-        rewritten(StoreWriter, "commit", (RESULTS, "pass"), (LAST, f"{LAST}\n    {RESULTS}")),
+        replaced(StoreWriter, "commit", commit_before_its_data(".rows")),
         right_order,
     ),
     "noise is keyed by process": (noise_is_keyed_by_process, same_bytes),

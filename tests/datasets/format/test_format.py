@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import xxhash
-from page_reader import PageReader, canonical_hash
 from pydantic import BaseModel
 from stores import Everything
 
@@ -22,6 +21,7 @@ from leandit.datasets.format.layout import RevisionLayout
 from leandit.datasets.format.table_schemas import REJECT_REASONS
 from leandit.datasets.format.zarr_shard import ArrayLayout
 from leandit.datasets.store import LatentStore
+from leandit.testing import PageReader, canonical_hash
 
 TEXT = (resources.files("leandit.datasets") / "FORMAT.md").read_text()
 _, *PARTS = re.split(r"^## (\d)\. .*$", TEXT, flags=re.MULTILINE)
