@@ -21,14 +21,17 @@ import pyarrow.compute
 
 from ..errors import DamageError, RecipeError, RowOutOfRange, StoreError, UnknownKey
 from .arrays.shard_check import check_shard
-from .arrays.shard_folder import Access, ShardFolder
+from .arrays.shard_folder import ShardFolder
 from .arrays.sharded_array import ShardedArray
 from .arrays.tokens import CaptionTokens, FeatureArrays
 from .disk.cached import cached_property
+from .disk.file_systems import Access, choose_access
 from .format.buckets import bucket_size
 from .format.class_names import ClassNames
 from .format.layout import CAPTIONS, RECORDS
 from .format.row_layout import (
+    BUCKETS,
+    CAPTION_PART,
     COMPANIONS,
     EMBEDDINGS,
     LATENTS,
@@ -61,7 +64,8 @@ class LatentStore(OpenedRevision):
       path: folder or URL of the store.
       revision: number of the revision; 0 for the newest complete one.
       allow_incomplete: open the first revision even while shards are missing; their records count as not stored.
-      access: "map" the shards, or "pread" them: for a network file system, where a failed map ends the process.
+      access: "map" the files, or "pread" them: on a network file system, where a failed map ends the process; "auto":
+        as the file system needs it. ``store.access`` says which, and why.
       remote: for a store at a URL: ``folder``, ``capacity_gib``, ``threads``, ``options`` of ``remote.open_remote``.
     Raises:
       StoreNotFound: the path does not exist.
@@ -78,7 +82,7 @@ class LatentStore(OpenedRevision):
         *,
         revision: int = 0,
         allow_incomplete: bool = False,
-        access: Access = "map",
+        access: Access = "auto",
         remote: Mapping[str, Any] | None = None,
     ) -> None:
         if access not in get_args(Access):
@@ -92,8 +96,10 @@ class LatentStore(OpenedRevision):
         super().__init__(self.remote.store if self.remote else Path(path), revision, allow_incomplete=allow_incomplete)
         self.complete = self.manifest is not None
         self._arguments = path if self.remote else self.root, remote
+        self._asked_access: Access = access
+        self.access = choose_access([self.root, self.root / BUCKETS, self.root / CAPTION_PART], access)
         sizes = {path: entry.bytes for path, entry in self.files.items()} if self.manifest else None
-        self.folder = ShardFolder(self.root, sizes, access=access, remote=self.remote)
+        self.folder = ShardFolder(self.root, sizes, access=self.access.mode, remote=self.remote)
         if self.remote is None:  # ``open_remote`` has checked them already
             self.check_files()
         self._arrays: dict[str, ShardedArray] = {}
@@ -114,8 +120,13 @@ class LatentStore(OpenedRevision):
         """A pickled store is opened again where it is unpickled."""
         path, remote = self._arguments
         arguments = {"revision": self.revision, "allow_incomplete": self.manifest is None}
-        arguments |= {"access": self.folder.access, "remote": remote}
+        arguments |= {"access": self._asked_access, "remote": remote}
         return functools.partial(LatentStore, path, **arguments), ()
+
+    @property
+    def may_map(self) -> bool:
+        """Whether files of the store may be mapped."""
+        return self.access.mode == "map"
 
     @property
     def buckets(self) -> dict[str, int]:

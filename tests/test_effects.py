@@ -155,7 +155,8 @@ routing.kind
 optimizer.name lr lr_base_batch weight_decay
 schedule.kind warmup_steps
 ema.kind
-data.labels min_aspect max_aspect scores min_score leftovers window_shards check batch_tokens holdout mixture stages
+data.labels min_aspect max_aspect scores min_score leftovers window_shards check access batch_tokens
+data.holdout mixture stages
 data.mixture.store weight revision
 data.stages.steps store revision
 run.steps microbatch seed precision fp8 compile activation_checkpointing grad_clip checkpoint_every keep_checkpoints

@@ -177,6 +177,9 @@ class DataSection(RecordsSection):
     """Shuffle within this many shards of a bucket at a time, for slow disks and stores at a URL; 0: over all."""
     check: Literal["first", "always", "never"] = "first"
     """When rows are compared with their checksums: the first time that they are read, always, or never."""
+    access: Literal["auto", "map", "pread"] = "auto"
+    """How stores are read: mapped, or by pread in threads; "auto": by pread on network file systems (NFS, SMB, Lustre,
+    GPFS, Ceph, FUSE, 9p and others), where a lost file would end a process that has mapped it."""
     batch_tokens: Count = 0
     """Image tokens per update, so that large buckets have smaller batches; 0: run.global_batch images of any size."""
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.0

@@ -6,7 +6,7 @@ row does; ``leandit verify`` reads all rows.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,12 +15,15 @@ from ..disk.hashing import xxh3_64, xxh3_file
 from ..format.row_layout import POOLED, ArrayGroup
 from .shard_file import ShardFile
 
+if TYPE_CHECKING:
+    from ..store import LatentStore
 
-def check_shard(store: Any, group: ArrayGroup, path: str, shard: int, opened: ShardFile) -> None:
+
+def check_shard(store: LatentStore, group: ArrayGroup, path: str, shard: int, opened: ShardFile) -> None:
     """Check a shard by its first record or caption, or a null caption by the hash of its file.
 
     Args:
-      store: a ``LatentStore``, which imports this module.
+      store: the store of the shard.
       group: of the array.
       path: of the array.
     Raises: DamageError: it holds other rows than were written.
@@ -39,7 +42,7 @@ def check_shard(store: Any, group: ArrayGroup, path: str, shard: int, opened: Sh
         )
 
 
-def _first_item_is_right(store: Any, group: ArrayGroup, path: str, shard: int, opened: ShardFile) -> bool:
+def _first_item_is_right(store: LatentStore, group: ArrayGroup, path: str, shard: int, opened: ShardFile) -> bool:
     """Whether the first stored record or caption of a shard has its checksum, over all arrays of the group."""
     tokens, index = (None, store.index(group.bucket)) if group.bucket else (store.text(group.name), None)
 
@@ -64,7 +67,7 @@ def _first_item_is_right(store: Any, group: ArrayGroup, path: str, shard: int, o
     parts = []
     for array in group.rows:
         layout, is_one = store.layout(array), tokens is None or array.endswith(f"/{POOLED}")
-        file = opened if array == path else store.folder.open(layout, shard, mapped=True)
+        file = opened if array == path else store.folder.open(layout, shard, mapped=store.folder.access == "map")
         first = int(first_rows(array)[item]) - shard * layout.shard_rows
         parts.append(file.read(first, first + (1 if is_one else int(tokens.lengths[item]))))  # pyright: ignore
     return xxh3_64(*parts) == checksum

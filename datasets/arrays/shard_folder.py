@@ -17,7 +17,6 @@ from .shard_file import REPAIR, ShardFile
 if TYPE_CHECKING:
     from ..remote.cache import RemoteFolder
 
-Access = Literal["map", "pread"]
 MAX_OPEN_SHARDS = 256  # outside of a window: descriptors or maps
 READ_THREADS = min(8, 2 * (os.cpu_count() or 1))  # for a batch that is read shard by shard
 
@@ -28,7 +27,7 @@ class ShardFolder:
     Args:
       root: the store.
       sizes: bytes of each file by its path, from the manifest; checked when a shard is opened.
-      access: "map" the shards, or "pread" them: on a network file system a failed map ends the process with SIGBUS.
+      access: "map" the shards, or "pread" them, as ``choose_access`` says.
     """
 
     def __init__(
@@ -36,10 +35,13 @@ class ShardFolder:
         root: Path,
         sizes: Mapping[str, int] | None = None,
         *,
-        access: Access = "map",
+        access: Literal["map", "pread"] = "map",
         remote: RemoteFolder | None = None,
     ) -> None:
-        self.root, self.access, self._sizes, self.remote = root, access, sizes, remote
+        self.root = root
+        self.access = access
+        self.remote = remote
+        self._sizes = sizes
         self._pid = 0
         self._check_process()
         if remote is not None:

@@ -209,6 +209,8 @@ class OpenedRevision:
     def numbers(self, name: str) -> np.ndarray:
         """An array of the revision's index (``index_names``), mapped; of an incomplete revision computed.
 
+        Where files of the revision may not be mapped, a copy is: in memory or, if it is large, in a temporary file.
+
         Raises: DamageError: its file is not what was written.
         """
         if name not in self._numbers:
@@ -218,6 +220,11 @@ class OpenedRevision:
                 self._numbers |= build_index(self.spec, self.layouts, self.num_records, self.num_captions, self.batches)
         return self._numbers[name]
 
+    @property
+    def may_map(self) -> bool:
+        """Whether files of the revision may be mapped, as on a local disk."""
+        return True
+
     def _map_numbers(self, name: str, manifest: Manifest) -> np.ndarray:
         stored = manifest.num_stored
         starts = stored + sum(count > 0 for count in manifest.buckets.values())
@@ -226,7 +233,7 @@ class OpenedRevision:
         entry = self.files[index_path(self.revision, name)]
         try:
             self._check_hash(entry)
-            return map_index(self.root / entry.path, name, entry.bytes, count)
+            return map_index(self.root / entry.path, name, entry.bytes, count, copied=not self.may_map)
         except FileNotFoundError as error:  # it was there when the store was opened
             raise DamageError(f"store '{self.path}': file '{entry.path}' is missing. {REPAIR}") from error
 

@@ -7,6 +7,7 @@ The arrays follow from the tables, and are written when a revision is sealed: li
 from __future__ import annotations
 
 import difflib
+import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,11 +131,12 @@ def spans_fit(spec: TextSpec, layout: ArrayLayout | None, starts: np.ndarray, le
     return True
 
 
-def map_index(file: Path, name: str, num_bytes: int, count: int) -> np.ndarray:
+def map_index(file: Path, name: str, num_bytes: int, count: int, *, copied: bool = False) -> np.ndarray:
     """Map an array of the index from its file.
 
     Args:
       count: numbers in it; -1: as many as the file holds.
+      copied: map a copy in memory, or if it is large in a temporary file: a map of the file could fail later.
     Returns: uint64 of hashes and checksums; else int32, or int64 where a store is too large for that.
     Raises: DamageError: the file has another size.
     """
@@ -145,8 +147,28 @@ def map_index(file: Path, name: str, num_bytes: int, count: int) -> np.ndarray:
         raise DamageError(f"file '{file}': {num_bytes} bytes; expected {count} integers of 4 or 8 bytes.")
     if not num_bytes:
         return np.empty(0, dtype)
+    if copied:
+        copy = map_array(num_bytes // width, dtype, "an index of the store")
+        with named_faults(file), open(file, "rb", buffering=0) as source:
+            _read_whole(source, copy.view(np.uint8).data, file)
+        return copy
     with named_faults(file):
         return np.memmap(file, dtype, "r").view(np.ndarray)
+
+
+def _read_whole(source: io.FileIO, target: memoryview, file: Path) -> None:
+    """Read a file into memory of its size.
+
+    Args:
+      target: memory for all bytes of the file.
+    Raises: DamageError: the file ends before.
+    """
+    done = 0
+    while done < len(target):
+        count = source.readinto(target[done:])
+        if not count:
+            raise DamageError(f"file '{file}': it ends at byte {done}; expected {len(target)} bytes.")
+        done += count
 
 
 def build_index(

@@ -402,7 +402,7 @@ def test_arguments_of_other_types_are_taken_or_refused(
 ) -> None:
     with pytest.raises(IndexError, match="expected 0 to 1"):
         make_loader(label_store, global_batch=2, rank=2, world_size=2)
-    with pytest.raises(RecipeError, match="expected one of map, pread"):
+    with pytest.raises(RecipeError, match="expected one of auto, map, pread"):
         LatentStore(label_store.path, access="mmap")  # type: ignore[arg-type]
     first = make_loader(label_store, global_batch=np.int64(2), seed=np.uint64(3), device="cpu")  # type: ignore[arg-type]
     state = json.loads(json.dumps(first.state_dict()))

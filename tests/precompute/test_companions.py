@@ -35,8 +35,8 @@ from pydantic import ValidationError
 from stores import checked, content, deep, small_shards
 from tiny_models import make_dinov2
 
-from leandit.datasets.batches.latents import normalise
 from leandit.datasets.batches.gather import Gatherer
+from leandit.datasets.batches.latents import normalise
 from leandit.datasets.batches.reader import BatchReader
 from leandit.datasets.format.buckets import bucket_size
 from leandit.datasets.loader import make_loader

@@ -75,6 +75,7 @@ def measure(
         "model": work.spec.name,
         "buckets": len(work.buckets),
         "largest_bucket": work.largest_bucket,
+        "access": list(work.access),
         "batch": recipe.run.global_batch,
         "precision": computed_precision(recipe.run.precision, device),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads",
@@ -89,6 +90,7 @@ def render(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("model", f"{result['model']}, {result['buckets']} buckets, largest {result['largest_bucket']} px"),
         ("batch", f"{result['batch']} images, {result['precision']}, {result['device']}, torch {result['torch']}"),
     ]
+    rows += [("access", line) for line in result["access"]]
     for name, (_, _, title, form, unit) in FIGURES.items():
         if None not in (values := result[name]):
             low, middle, high = (form.format(value) for value in (min(values), median(values), max(values)))

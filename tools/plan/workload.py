@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from ...train.models.build import FAMILIES, family_of
 from ...train.models.spec import ModelSpec
 from ...train.run.data import longest_caption
 from ...train.run.fit import model_for_stores, model_spec
-from ...train.run.manifest import open_stores
+from ...train.run.manifest import describe_access, open_stores
 from ...train.techniques.registry import features_of
 from .noise_spec import noise_spec
 
@@ -39,6 +39,7 @@ class TrainingWorkload:
       shares: of the batches, by bucket; of any sum.
       tokens: tokens of the longest caption; 0 without captions.
       mirror_bytes: of local folders for shards of stores at URLs, when all are full.
+      access: how each store is read, and why, in words.
     """
 
     recipe: TrainRecipe
@@ -48,6 +49,7 @@ class TrainingWorkload:
     shares: Mapping[str, float]
     tokens: int
     mirror_bytes: int = 0
+    access: Sequence[str] = ()
 
     @property
     def largest_bucket(self) -> str:
@@ -98,7 +100,16 @@ def workload_of_stores(recipe: TrainRecipe, path: Path | str | None) -> Training
     read = largest.spec.model_copy(update={"features": features, "companions": companions})
     tokens = longest_caption(spec, read)
     mirror_bytes = sum(mirror_size(recipe, store) for store in dict.fromkeys(stores))
-    return TrainingWorkload(recipe, read, spec, dict(buckets), dict(shares), tokens, mirror_bytes)
+    return TrainingWorkload(
+        recipe=recipe,
+        store=read,
+        spec=spec,
+        buckets=dict(buckets),
+        shares=dict(shares),
+        tokens=tokens,
+        mirror_bytes=mirror_bytes,
+        access=describe_access(stores),
+    )
 
 
 def mirror_size(recipe: TrainRecipe, store: LatentStore) -> int:

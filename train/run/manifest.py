@@ -19,6 +19,7 @@ from ...datasets.disk.hashing import read_json
 from ...datasets.disk.locks import release_lock, try_lock
 from ...datasets.format.layout import REMOTE_ABOUT
 from ...datasets.format.schema import LatentStatistics
+from ...datasets.order.alike import store_names
 from ...datasets.remote.reader import redact_url
 from ...datasets.revisions.catalog import planned_revisions, sealed_revisions, unsealed
 from ...datasets.store import LatentStore
@@ -197,6 +198,7 @@ def open_stores(
                 f"file://{Path(section.store).resolve()}" if is_copied else section.store,
                 revision=asked,
                 allow_incomplete=recipe.run.allow_incomplete,
+                access=recipe.data.access,
                 remote={"capacity_gib": recipe.run.remote_gib, "folder": recipe.run.remote_folder or None},
             )
             if not section.revision and (newest := opened[section.store, asked].newest_revision) > asked > 0:
@@ -214,6 +216,13 @@ def open_stores(
                 f"{read.root_hash!r}, is {store.root_hash!r}. Use another --run, or the store that it was started with."
             )
     return stores
+
+
+def describe_access(stores: Sequence[LatentStore]) -> list[str]:
+    """How each store is read, and why: "store 'S2' is mapped (ext4)"."""
+    names = store_names(stores)
+    lines = [f"store {name} is {store.access}" for name, store in zip(names, stores, strict=True)]
+    return list(dict.fromkeys(lines))  # a store that is named twice is listed once
 
 
 def _revision(section: StoreSection, run: Path, read: StoreRead | None) -> int:

@@ -29,7 +29,7 @@ from ..weights.folders import CHECKPOINT, find
 from .checkpoints import start_or_resume
 from .evaluation.grids import own_subjects
 from .evaluation.held_out import Evaluation
-from .manifest import RunManifest, open_stores, read_run_manifest, run_lock, store_read
+from .manifest import RunManifest, describe_access, open_stores, read_run_manifest, run_lock, store_read
 from .settings import OPTION, check_continued, check_settings, read_stored_recipe
 from .state import Run
 
@@ -149,13 +149,14 @@ def inputs_of(recipe: TrainRecipe, stores: Sequence[LatentStore]) -> dict[str, o
 
 
 def origin_lines(run: Run, folder: Path) -> Iterator[str]:
-    """Lines on the first weights, what was converted of them, what trains, and what takes longer than the run."""
+    """Lines for the log: how the run begins and reads its stores, what trains, what takes longer than the run."""
     recipe, spec, steps = run.recipe, run.spec, run.recipe.run.steps
     if run.step:
         settings = ", ".join(f"{key} {after!r} (was {before!r})" for key, (before, after) in run.changed.items())
-        yield f"run '{folder}' resumes after step {run.step}{f', with {settings}' if settings else ''}"
+        beginning = f"resumes after step {run.step}{f', with {settings}' if settings else ''}"
     else:
-        yield f"run '{folder}' starts from {', '.join([run.origin, *_positions(run)])}"
+        beginning = f"starts from {', '.join([run.origin, *_positions(run)])}"
+    yield f"run '{folder}' {'; '.join([beginning, *describe_access(run.stores)])}"
     model = meta_model(spec)
     total = shortened(sum(parameter.numel() for parameter in model.parameters()))
     if adapter := spec.adapter:

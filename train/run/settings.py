@@ -68,6 +68,7 @@ RULES = (  # the first one that matches decides
         for key in ("store", "revision")
     ),
     Rule("data.check", "always"),
+    Rule("data.access", "always"),
     Rule("data.*", "never", _ORDER),
     Rule("*", "never", _OBJECTIVE),
 )

@@ -90,7 +90,18 @@ TINY = ["--set", "model.name=DiT-Ti/4", "--set", "run.global_batch=2", "--set", 
 
 
 def test_a_recipe_is_measured_on_a_store(label_store: LatentStore) -> None:
-    how = ["--store", label_store.path, "--rounds", "2", "--steps", "1", "--device", "cpu"]
+    how = [
+        "--store",
+        label_store.path,
+        "--rounds",
+        "2",
+        "--steps",
+        "1",
+        "--device",
+        "cpu",
+        "--set",
+        "data.access=pread",
+    ]
     ended = run_forked(["-c", MAIN, "bench", "train", "dit-s-2-256", *map(str, how), *TINY, "--json"])
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
@@ -98,5 +109,6 @@ def test_a_recipe_is_measured_on_a_store(label_store: LatentStore) -> None:
     assert min(found["images_per_second"] + found["step_seconds"] + found["peak_gib"]) > 0
     assert all(0 <= share <= 1 for share in found["data_wait_share"])
     assert found["mfu"] == [None, None]
+    assert found["access"] == [f"store '{label_store.path}' is read by pread (as asked)"]
     assert found["batch"] == 2
     assert found["precision"].startswith("fp32 (bf16 was requested, cpu has no fast bf16")

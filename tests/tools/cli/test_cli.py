@@ -356,7 +356,7 @@ def test_results_go_to_stdout_and_progress_to_stderr(class_folder: Path, tmp_pat
     command = ["train", "dit-s-2-256", "--store", store, "--run", run, *TINY, "--device", "cpu"]
     ended = leandit("--verbose", *command)
     assert (ended.code, "train: 6 of 6" in ended.err, "train: " in ended.out) == (0, True, False)
-    assert f"leandit: run '{run}' starts from new weights\n" in ended.err
+    assert f"leandit: run '{run}' starts from new weights; store '{store}' is mapped (" in ended.err
     decided = decisions(ended.err)
     assert 2 <= len(decided) < 25  # not one a step
     for words in (

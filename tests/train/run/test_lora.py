@@ -208,14 +208,15 @@ def said_by(recipe: TrainRecipe, store: LatentStore, run: Path) -> list[str]:
 def test_a_run_says_what_it_begins_from_and_what_trains(caption_store: LatentStore, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     begin, trained = said_by(train_recipe("pixart-tiny", *PLAIN), caption_store, first)
-    assert begin == f"run '{first}' starts from new weights"
+    access = f"; store '{caption_store.path}' is {caption_store.access}"
+    assert begin == f"run '{first}' starts from new weights{access}"
     assert re.fullmatch("pixart-tiny: training all [0-9.]+ k parameters", trained)
     again = train_recipe("pixart-tiny", *PLAIN, "run.steps=2")
-    assert said_by(again, caption_store, first)[0] == f"run '{first}' resumes after step 1"
+    assert said_by(again, caption_store, first)[0] == f"run '{first}' resumes after step 1{access}"
     adapters = ["lora.rank=2", "lora.alpha=8", f"model.init_from={first}", "schedule.warmup_steps=1"]
     begin, trained, short = said_by(train_recipe("pixart-tiny", *PLAIN, *adapters), caption_store, second)
     source = first / "snapshot-2"
-    assert begin == f"run '{second}' starts from the averaged weights of '{source}', step 2"
+    assert begin == f"run '{second}' starts from the averaged weights of '{source}', step 2{access}"
     # 16 matrices of 2 blocks, 32 x 32: each has 2 x 32 parameters in A and as many in B.
     assert trained.startswith("pixart-tiny: adapters of rank 2, alpha 8 train, 2.0 k of ")
     assert trained.endswith(f"parameters; '{source}' is frozen")

@@ -58,6 +58,7 @@ def older(run: Path) -> None:
         for section, key in (
             ("run", "residual"),
             ("data", "check"),
+            ("data", "access"),
             ("model", "value_residual"),
             ("ema", "keep_every"),
         ):
