@@ -37,12 +37,11 @@ from .append.records import (
 from .disk.files import make_folder, remove
 from .disk.locks import try_locked
 from .disk.spill import map_array
-from .disk.strays import sweep_strays
 from .format.layout import JOURNAL, Part, RevisionLayout, revision_prefix
 from .format.row_layout import bucket_part, caption_folder
 from .format.schema import Manifest
 from .format.table_schemas import REJECT_REASONS, STORED
-from .revisions.catalog import has_journal, read_manifest, sealed_revisions
+from .revisions.catalog import has_journal, read_manifest, sealed_revisions, sweep_store
 from .revisions.commits import new_results
 from .revisions.plan import freeze_plan, read_spec
 from .revisions.records import key_hash
@@ -161,7 +160,7 @@ class RecordWriter:
                 raise StoreError(
                     f"store '{self.path}': another process is writing it. Wait for its end, or use another path."
                 )
-            sweep_strays(self.path)
+            sweep_store(self.path)
             self._journal = Journal(self._folder)
             self._closing.callback(self._journal.close)
             stored = self._journal.spec()

@@ -23,7 +23,7 @@ import torch
 from ..datasets.format.layout import LEASES, revision_prefix
 from ..datasets.format.layout import PLAN as PLAN_FOLDER
 from ..datasets.format.schema import Manifest, SelfCheck, StoreSpec
-from ..datasets.revisions.catalog import begun_revision, read_manifest, sealed_revisions
+from ..datasets.revisions.catalog import begun_revision, read_manifest, remove_empty_revisions, sealed_revisions
 from ..datasets.revisions.commits import hash_of_damaged_plan
 from ..datasets.revisions.plan import FrozenPlan, freeze_plan, read_plan
 from ..datasets.revisions.writer import StoreWriter
@@ -214,6 +214,7 @@ class Stage1:
                 if revision in sealed_revisions(self.root):
                     raise
                 plan = self.plan_again(revision, damage)
+            remove_empty_revisions(self.root)
         if plan.revision in sealed_revisions(self.root):
             revision = self.root / revision_prefix(plan.revision)
             if (self.root / LEASES).is_dir() or (revision / PLAN_FOLDER).is_dir():

@@ -14,7 +14,7 @@ from typing import Any
 
 from .. import __version__
 from ..datasets.format.schema import EncoderIdentity, Manifest, StoreSpec
-from ..datasets.revisions.catalog import planned_revisions, sealed_revisions
+from ..datasets.revisions.catalog import has_leftovers, planned_revisions, sealed_revisions
 from ..datasets.revisions.local import with_stored_encoder_paths
 from ..datasets.revisions.plan import read_plan
 from ..datasets.revisions.writer import StoreWriter
@@ -42,6 +42,9 @@ def unchanged(
         return None, None
     sealed = sealed_revisions(store)
     if not sealed or planned_revisions(store):
+        return None, None
+    if has_leftovers(store):
+        LOG.info("store '%s': a process that died has left files in it, or another one writes to it", store)
         return None, None
     plan = read_plan(store, sealed[-1])
     if not _has_same_settings(plan.spec, recipe, store) or not _has_same_encoders(plan.spec, recipe, device):

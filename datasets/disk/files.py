@@ -30,7 +30,7 @@ EXIT_DIED = 137  # exit code after kill -9
 TEMPORARY_PREFIX = ".leandit-tmp-"
 REPLACED = ".replaced"  # marks a folder while another one replaces it
 TEMPORARY_NAME = re.compile(
-    rf"{re.escape(TEMPORARY_PREFIX)}(?P<host>.*)-[0-9a-f]{{8}}(?P<replaced>{re.escape(REPLACED)})?@(?P<final>.+)",
+    rf"{re.escape(TEMPORARY_PREFIX)}(?P<host>[A-Za-z0-9._-]*)-[0-9a-f]{{8}}(?P<replaced>{re.escape(REPLACED)})?@(?P<final>.+)",
     re.DOTALL,
 )
 NEEDS_SPACE = frozenset(["create", "write", "sync", "folder"])

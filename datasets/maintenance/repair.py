@@ -13,10 +13,10 @@ from pathlib import Path
 from ...errors import LeanditError, ResourceError, StoreError
 from ..disk.files import remove, write_atomic
 from ..disk.hashing import xxh3_file
-from ..disk.strays import seconds_since_write, sweep_strays
+from ..disk.strays import seconds_since_write
 from ..format.layout import COMMITS, INDEX, LEASES, TWIN, revision_prefix
 from ..format.schema import FileEntry, Manifest
-from ..revisions.catalog import lost_revisions, planned_revisions, sealed_revisions
+from ..revisions.catalog import lost_revisions, planned_revisions, sealed_revisions, sweep_store
 from ..revisions.plan import read_plan
 from ..revisions.seal import finish_seal, write_index, write_zarr_files
 from ..revisions.writer import StoreWriter
@@ -39,7 +39,7 @@ def repair_without_encoding(root: Path, found: Verification) -> Verification:
     """
     for finding in found.findings:
         _clear_obstruction(root, finding, found.expected.get(finding.path))
-    sweep_strays(root, of_all=True)
+    sweep_store(root, of_all=True)
     is_lost = is_later_lost(found.findings) or any(finding.cause == "chain" for finding in found.findings)
     if not is_lost and not _is_written(root):
         _remove_abandoned(root, found)

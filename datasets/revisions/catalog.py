@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterable
@@ -23,12 +25,14 @@ from ...errors import (
 )
 from ..disk.faults import named_faults
 from ..disk.hashing import MAX_JSON_BYTES, read_json, xxh3_parts
+from ..disk.strays import find_strays, sweep_strays
 from ..format.layout import (
     CAPTIONS,
     COMMITS,
     GROUP,
     INDEX,
     JOURNAL,
+    LEASES,
     MANIFEST,
     PLAN,
     PLAN_FILE,
@@ -40,11 +44,12 @@ from ..format.layout import (
     revision_prefix,
     revisions_with,
 )
-from ..format.row_layout import NULL_POOLED, array_groups, bucket_part, buckets_of
+from ..format.row_layout import BUCKETS, CAPTION_PART, NULL_POOLED, array_groups, bucket_part, buckets_of
 from ..format.schema import FORMAT_VERSION, FileEntry, HashedFile, Manifest
 from ..format.table_schemas import index_names, suffixes
 
 File = TypeVar("File", bound=HashedFile)
+STORE_FOLDERS = (BUCKETS, CAPTION_PART, REVISIONS)  # in which only this program writes
 BUCKET = re.compile("[1-9][0-9]{0,5}x[1-9][0-9]{0,5}")
 REPAIR = "Run 'leandit verify STORE --repair --source PATH': it restores damaged files."
 
@@ -206,6 +211,41 @@ def has_journal(path: Path) -> bool:
 def unsealed(revision: int) -> str:
     """A sentence on a revision that was begun and has no manifest, and what to do."""
     return f"Revision {revision} was started but not finished: run the same precompute command again."
+
+
+def sweep_store(root: Path, *, of_all: bool = False) -> None:
+    """Remove temporaries of dead processes from a store; those of other files beside its own stay.
+
+    Args:
+      of_all: also those of living processes; only safe while nothing writes to the store.
+    """
+    if (root / REVISIONS).is_dir():  # any other folder may be another project's
+        sweep_strays(root, of_all=of_all, below=False, is_output=_is_group)
+        for name in STORE_FOLDERS:
+            sweep_strays(root / name, of_all=of_all)
+
+
+def remove_empty_revisions(root: Path) -> None:
+    """Remove the folders of revisions that hold nothing: a process died before it had planned one.
+
+    Only safe while no other process plans.
+    """
+    for folder in (root / REVISIONS).glob("*"):
+        with contextlib.suppress(OSError):  # it is not empty
+            folder.rmdir()
+
+
+def has_leftovers(root: Path) -> bool:
+    """Whether processes that died have left temporaries, leases or empty revisions in a store."""
+    if (root / LEASES).is_dir() or find_strays(root, below=False, is_output=_is_group):
+        return True
+    if any(find_strays(root / name) for name in STORE_FOLDERS):
+        return True
+    return any(not os.listdir(folder) for folder in (root / REVISIONS).glob("*") if folder.is_dir())
+
+
+def _is_group(name: str) -> bool:
+    return name == GROUP
 
 
 def check_store(path: Path) -> None:

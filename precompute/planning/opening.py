@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from ...datasets.disk.files import TEMPORARY_PREFIX
-from ...datasets.disk.strays import sweep_strays
 from ...datasets.format.layout import LEASES, REVISIONS
 from ...datasets.format.schema import StoreSpec
 from ...datasets.revisions.catalog import (
@@ -16,6 +15,7 @@ from ...datasets.revisions.catalog import (
     check_store,
     planned_revisions,
     sealed_revisions,
+    sweep_store,
 )
 from ...datasets.revisions.plan import FrozenPlan, read_plan
 from ...errors import FingerprintMismatch, SourceError, StoreError, StoreIncomplete
@@ -31,8 +31,7 @@ def newest_plan(root: Path) -> FrozenPlan | None:
 
     Returns, Raises: as ``look_for_plan``.
     """
-    if root.is_dir():
-        sweep_strays(root)
+    sweep_store(root)
     return look_for_plan(root)
 
 

@@ -17,9 +17,9 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...datasets.disk.strays import sweep_strays
 from ...datasets.format.layout import COMMITS, Task, is_image_task, revision_prefix
 from ...datasets.format.schema import Manifest
+from ...datasets.revisions.catalog import sweep_store
 from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.revisions.writer import StoreWriter
 from ...errors import ResourceError, SourceError
@@ -109,7 +109,7 @@ class ShardRunner(ABC):
         def fill(missing: list[Task]) -> None:
             while missing:
                 self.run(writer, missing, section=section, progress=progress)
-                sweep_strays(writer.root)  # left by lost workers
+                sweep_store(writer.root)  # left by lost workers
                 missing = writer.missing_tasks(missing)
 
         fill(missing)

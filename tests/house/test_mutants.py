@@ -165,7 +165,7 @@ MUTANTS: dict[str, tuple[Callable[[], None], Callable[[harness.Scenario, Change]
         replaced(StoreWriter, "is_committed", is_committed_by_its_files),
         crash_points,
     ),
-    "temporaries are not swept": (replaced(strays, "sweep_strays", lambda folder: []), crash_points),
+    "temporaries are not swept": (replaced(strays, "sweep_strays", lambda folder, **options: []), crash_points),
     "leases of the dead stay": (
         rewritten(
             leases.Leases, "sweep", ("path.unlink(missing_ok=True)", "pass"), ('self._folder.glob("*.lock")', "[]")

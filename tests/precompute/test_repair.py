@@ -188,7 +188,7 @@ def test_another_encoder_is_refused_and_foreign_files_are_named_and_left(
     with pytest.raises(FingerprintMismatch, match="batch_size"):
         mended(root, plain[0].root, "vae.batch_size=2")
     assert tree_digest(root) == before
-    (root / f"{TEMPORARY_PREFIX}host@1-2@x").write_text("half")
+    (root / f"revisions/000001/{TEMPORARY_PREFIX}host@1-2@x").write_text("half")
     found, _ = mended(root, plain[0].root)
     assert [(finding.path, finding.cause) for finding in found.findings] == [("notes.txt", "stray")]
     assert tree_digest(root) == tree_digest(plain[1]) | {"notes.txt": b"mine"}

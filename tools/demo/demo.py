@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...datasets.disk.files import write_atomic
 from ...datasets.disk.hashing import canonical_json
+from ...datasets.disk.strays import write_output
 from ...datasets.order.slices import spread
 from ...datasets.store import LatentStore
 from ...precompute import config as precompute_config
@@ -26,7 +26,7 @@ from ...train.metrics.history import StepReport
 from ...train.sampling.snapshot import load_snapshot
 from ...train.weights import folders
 from ...units import readable_size, readable_time
-from ..inspection.images import Cell, LatentDecoder, choose_records, draw_sheet, store_sheet
+from ..inspection.images import Cell, LatentDecoder, choose_records, draw_sheet, png_bytes, store_sheet
 from ..inspection.store_facts import StoreFacts
 from ..inspection.store_text import render
 from ..sample.request import SampleRequest
@@ -90,7 +90,7 @@ def run_demo(
         **rates,
         **{name.replace(" ", "_"): str(out / file) for name, file in OUTPUTS.items()},
     }
-    write_atomic(out / "demo.json", canonical_json(result))
+    write_output(out / "demo.json", canonical_json(result))
     say(render_result(stages, rates, out))
     return result
 
@@ -112,7 +112,8 @@ def _inspect(out: Path, say: Callable[[str], None]) -> tuple[int, int]:
     store = LatentStore(out / "store")
     say(render(StoreFacts(store)) + "\n")
     decoder = LatentDecoder.of_store(store, None, CPU)
-    store_sheet(store, decoder, choose_records(store, count=24)).save(out / OUTPUTS["contact sheet"])
+    sheet = store_sheet(store, decoder, choose_records(store, count=24))
+    write_output(out / OUTPUTS["contact sheet"], png_bytes(sheet))
     return store.records.num_rows, 0
 
 
@@ -139,7 +140,8 @@ def _sample_progress(out: Path) -> tuple[int, int]:
         key = f"step {step} of {steps[-1]}"
         columns.append([Cell(*pair, key) for pair in zip(images, captions, strict=True)])
     cells = [cell for row in zip(*columns, strict=True) for cell in row]
-    draw_sheet(cells, columns=len(steps)).save(path := out / OUTPUTS["progress"])
+    path = out / OUTPUTS["progress"]
+    write_output(path, png_bytes(draw_sheet(cells, columns=len(steps))))
     return len(cells), path.stat().st_size
 
 
@@ -150,7 +152,8 @@ def _sample_and_measure(out: Path, rates: dict[str, dict[str, float]]) -> tuple[
     rates |= {"score": match_rates(images, captions), "score_shuffled": match_rates(images, shuffled)}
     every = max(1, len(images) // SHOWN_SAMPLES)
     cells = [Cell(*pair) for pair in zip(images, captions, strict=True)][::every][:SHOWN_SAMPLES]
-    draw_sheet(cells).save(path := out / OUTPUTS["samples"])
+    path = out / OUTPUTS["samples"]
+    write_output(path, png_bytes(draw_sheet(cells)))
     return len(images), path.stat().st_size
 
 

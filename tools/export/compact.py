@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from ...datasets.disk.files import move, temporary_folder
-from ...datasets.disk.strays import sweep_strays
+from ...datasets.disk.strays import sweep_beside
 from ...datasets.format.layout import CaptionLayout, Part
 from ...datasets.format.schema import Fallback, Manifest, Reject, StoreSpec
 from ...datasets.format.table_schemas import (
@@ -68,7 +68,7 @@ def compact(
     spec = spec_without(store.spec, without)
     if os.path.lexists(out):
         return _made_before(store.manifest, spec, out)
-    sweep_strays(out.absolute().parent, below=False)
+    sweep_beside(out.absolute())
     with temporary_folder(out) as temporary:
         base = read_plan(root, store.revision)
         plan = plan_compaction(store, base, spec, out)

@@ -18,7 +18,7 @@ from safetensors.torch import save as safetensors_of
 
 from ...datasets.disk.files import write_folder
 from ...datasets.disk.hashing import canonical_json, read_json
-from ...datasets.disk.strays import sweep_strays
+from ...datasets.disk.strays import sweep_beside
 from ...datasets.disk.weight_files import index_name, weight_names
 from ...datasets.format.schema import UNKNOWN
 from ...errors import EncoderError, RecipeError, RunError
@@ -125,7 +125,7 @@ def export(
         recipe=(run / RECIPE).read_text() if (run / RECIPE).is_file() else "",
     )
     out.parent.mkdir(parents=True, exist_ok=True)
-    sweep_strays(out.parent)
+    sweep_beside(out)
     if not write_folder(out, itertools.chain(files, [(CARD, card)]), replace=False):
         raise RunError(f"folder '{out}': another process created it. Use another --out.")
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import unicodedata
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image, ImageDraw, ImageFont
 
+from ...datasets.disk.strays import write_output
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.schema import LatentSpec
 from ...datasets.format.token_dtypes import widen_latents
@@ -321,9 +323,15 @@ def write_sheet(
         originals = read_originals(store, source, keys) if source and with_originals else None
         decoder = LatentDecoder.of_store(store, vae, torch.device("cpu"))
         image, shown = store_sheet(store, decoder, records, originals=originals), f"{len(records)} records"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    image.save(path, format="PNG")
+    write_output(path, png_bytes(image))
     return shown
+
+
+def png_bytes(image: Image.Image) -> bytes:
+    """An image as PNG."""
+    content = io.BytesIO()
+    image.save(content, "PNG")
+    return content.getvalue()
 
 
 def choose_records(

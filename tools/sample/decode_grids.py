@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ...datasets.disk.files import remove, write_atomic
+from ...datasets.disk.files import remove
+from ...datasets.disk.strays import write_output
 from ...datasets.format.schema import LatentSpec
 from ...errors import DamageError, EncoderError, LeanditError
 from ...train.run.evaluation.decoding import IMAGE, LATENTS, grid_files
-from ..inspection.images import EDITED, Cell, LatentDecoder, draw_sheet
-from .sample import png_bytes
+from ..inspection.images import EDITED, Cell, LatentDecoder, draw_sheet, png_bytes
 from .sampler import decode_in_parts
 
 DECODED = 4  # images decoded at once
@@ -58,7 +58,7 @@ def decode_grids(folder: Path, vae: str | None = None) -> None:
             originals = decode_in_parts(decoder.decode, references, DECODED)
             cells = [cell._replace(original=pixels) for cell, pixels in zip(cells, originals, strict=True)]
         sheet = draw_sheet(cells, titles=None if references is None else EDITED)
-        write_atomic(path.with_suffix(f".{IMAGE}"), png_bytes(sheet))
+        write_output(path.with_suffix(f".{IMAGE}"), png_bytes(sheet))
         remove(path)
     for error in unreadable.values():
         raise error

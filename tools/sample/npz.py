@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.lib import format as npy
 
-from ...datasets.disk.files import write_atomic
+from ...datasets.disk.strays import write_output
 from ...errors import DamageError, SourceError
 from ...precompute.importing.untrusted import MAX_HEADER, ZIP_ERRORS, npy_header
 
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
 def write_npz(path: Path, arrays: Mapping[str, np.ndarray | Rows], text: Mapping[str, Any] | None = None) -> None:
     """Write arrays and a description, uncompressed and atomically; ``numpy.load`` reads them too."""
     described = {} if text is None else {TEXT: np.frombuffer(json.dumps(text, sort_keys=True).encode(), np.uint8)}
-    write_atomic(path, npz_parts({**arrays, **described}))
+    write_output(path, npz_parts({**arrays, **described}))
 
 
 def npz_parts(arrays: Mapping[str, np.ndarray | Rows]) -> Iterator[bytes]:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...datasets.disk.strays import sweep_beside
 from ...errors import RunError
 from ..weights import checkpoint
 from ..weights.checkpoint import AVERAGE, EMA, MODEL, NULL_CAPTION, SNAPSHOT, CheckpointDamage, Saved
@@ -112,7 +113,7 @@ def combine(run: Path, length: float, out: Path, *, step: int = 0) -> Combined:
         groups[NULL_CAPTION] = last.read(NULL_CAPTION)
     state: dict[str, Any] = {key: value for key, value in last.state.items() if key not in HEAD}
     state |= {"average": {"length": length, "error": error}}
-    out.mkdir(parents=True, exist_ok=True)
+    sweep_beside(target)
     return Combined(checkpoint.save(SNAPSHOT, out, step, groups, state), error, len(shares))
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...datasets.disk.files import write_atomic
 from ...datasets.disk.hashing import canonical_json
-from ...datasets.disk.strays import sweep_strays
+from ...datasets.disk.strays import sweep_beside, sweep_strays
 from ...errors import DamageError, RunError
 from ...recipe import to_toml
 from ..config import RunSection, TrainRecipe
@@ -41,7 +41,7 @@ from ..weights.checkpoint import (
     CheckpointDamage,
     Groups,
 )
-from ..weights.folders import RECIPE, RUN, knows_null
+from ..weights.folders import RECIPE, RUN, SAMPLES, knows_null
 from ..weights.init_from import FrozenWeights
 from .data import buckets_at
 from .manifest import new_manifest, store_read
@@ -92,7 +92,10 @@ def start_or_resume(run: Run, folder: Path, warn: Callable[[str], None]) -> None
 
     def open_folder() -> Progress | None:
         folder.mkdir(parents=True, exist_ok=True)
-        sweep_strays(folder)
+        sweep_beside(folder / RUN)
+        if (folder / RUN).is_file():
+            sweep_strays(folder, below=False)
+            sweep_strays(folder / SAMPLES)
         progress, tensors = newest_valid(run, targets, folder, warn) or (None, {})
         groups.update(tensors)
         reads = run.reads or [store_read(folder, store) for store in run.stores]

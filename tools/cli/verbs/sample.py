@@ -13,8 +13,8 @@ from typing import Annotated, Any, get_origin, get_type_hints
 import typer
 from typer import Option
 
-from ....datasets.disk.files import write_atomic
 from ....datasets.disk.hashing import canonical_json
+from ....datasets.disk.strays import write_output
 from ....errors import RecipeError
 from ....train.weights.folders import RUN
 from ...sample.request import LARGEST_GRID, EvaluateRequest, SampleRequest
@@ -187,7 +187,7 @@ def evaluate(
     with ProgressLine() as progress:
         result = run_evaluation(request, device=torch_device(device), progress=progress)
     if json_file:
-        write_atomic(json_file, canonical_json(result))
+        write_output(json_file, canonical_json(result))
     for note in result["notes"]:
         print_line(note)
     print_rows(rows_of(result))

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from PIL import Image
 
 from .... import __version__
-from ....datasets.disk.files import write_atomic
+from ....datasets.disk.strays import write_output
 from ....units import readable_size
 from ..templating import environment
 from .rules import Alert
@@ -51,7 +51,7 @@ def render_page(
 def write_page(path: Path, html: str, alerts: Sequence[Alert]) -> list[tuple[str, str]]:
     """Write a report; returns rows for the user."""
     content = html.encode()
-    write_atomic(path, content)
+    write_output(path, content)
     return [("size", readable_size(len(content))), *[("warning", alert.text) for alert in alerts]]
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....datasets.disk.files import write_atomic
 from ....datasets.disk.hashing import read_json
+from ....datasets.disk.strays import write_output
 from ....datasets.format.layout import GROUP
 from ....datasets.order.slices import spread
 from ....datasets.store import LatentStore
@@ -65,7 +65,7 @@ def evaluate(request: EvaluateRequest, *, device: torch.device, progress: Progre
         path = request.target / EVALUATIONS
         before = path.read_bytes() if path.is_file() else b""
         before = before[: before.rfind(b"\n") + 1]  # without a line that a crash cut off
-        write_atomic(path, before + json.dumps(result, allow_nan=False).encode() + b"\n")
+        write_output(path, before + json.dumps(result, allow_nan=False).encode() + b"\n")
     return result
 
 
