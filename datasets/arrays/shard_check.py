@@ -36,8 +36,10 @@ def check_shard(store: LatentStore, group: ArrayGroup, path: str, shard: int, op
     else:
         is_right = _first_item_is_right(store, group, path, shard, opened)
     if not is_right:
+        shards = [name] if group.is_null else [store.layout(array).shard_path(shard) for array in group.rows]
+        names = " or ".join(f"'{each}'" for each in shards)
         raise DamageError(
-            f"store '{store.path}': shard '{name}' holds rows that differ from those written, perhaps another shard's. "
+            f"store '{store.path}': shard {names} holds rows that differ from those written, perhaps another shard's. "
             "Run 'leandit verify STORE --repair --source PATH': it finds all damage."
         )
 

@@ -280,6 +280,44 @@ def test_a_page_refuses_websockets_and_a_signal_ends_it(number: signal.Signals, 
     assert (process.returncode, err) == (0, "leandit: Ctrl-C ends it\n")
 
 
+FEW_DESCRIPTORS = """
+import os, resource
+from leandit.tools.cli.main import main
+descriptor = os.dup(0)
+os.close(descriptor)
+resource.setrlimit(resource.RLIMIT_NOFILE, (descriptor + 40, descriptor + 40))
+main()
+"""
+OUT_OF_DESCRIPTORS = (
+    "leandit: view: Too many open files, so some requests are not answered. Raise the limit of open files "
+    "('ulimit -n'), or close other programs.\n"
+)
+
+
+def test_a_page_that_is_out_of_descriptors_says_so_once_and_answers_again(label_store: LatentStore) -> None:
+    command = ["-c", FEW_DESCRIPTORS, "view", label_store.path, "--no-open"]
+    with ForkedPython(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            place = urlsplit(process.stdout.readline().split()[1])
+            connections = []
+            for _ in range(80):
+                connection = HTTPConnection(str(place.hostname), place.port, timeout=240)
+                connection.request("GET", place.path)
+                connections.append(connection)
+            said = [process.stderr.readline(), process.stderr.readline()]
+            for connection in connections:
+                connection.close()
+            connection = HTTPConnection(str(place.hostname), place.port, timeout=240)
+            connection.request("GET", place.path)
+            assert connection.getresponse().status == 200
+            connection.close()
+            process.send_signal(signal.SIGTERM)
+            _, err = process.communicate(timeout=240)
+        finally:
+            process.kill()
+    assert (process.returncode, said, err) == (0, ["leandit: Ctrl-C ends it\n", OUT_OF_DESCRIPTORS], "")
+
+
 SLOW_DECODER = """
 import time
 from types import SimpleNamespace
@@ -320,7 +358,7 @@ def test_no_argument_of_the_browser_is_the_token(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(server.webbrowser, "open", open_page)
     monkeypatch.setattr(server, "_has_display", lambda: True)
     monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: is_open.wait(60))
-    server.serve(site(label_store), port=0, open_browser=True, say=said.append)
+    server.serve(site(label_store), port=0, open_browser=True, say=said.append, warn=said.append)
     (address,), (file, page, mode) = said, opened
     assert urlsplit(address).path.strip("/") not in file
     assert (address in page, mode) == (True, 0o700)
