@@ -37,6 +37,7 @@ from .values import as_numbers, split_embedding
 
 KIND = f"{IMPORTED}arrays"  # class name of an encoder that is known by its output alone
 Side = Annotated[int, Field(ge=1, le=1 << 20)]
+NO_RESOLUTION_PX = 1  # of the images, until the store is sealed
 PerChannel = float | list[float]
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -118,7 +119,18 @@ class Declaration:
                 "buckets": sorted(buckets, key=bucket_size),
             }
         )
-        return self.spec.model_copy(update={"images": images}).with_fingerprint()
+        return self._spec_for(images).with_fingerprint()
+
+    def _spec_for(self, images: ImageSpec) -> StoreSpec:
+        """The spec with these images; what was declared of patches in pixels of the image refers to their size."""
+        features = []
+        for feature in self.spec.features:
+            spec = feature.spec
+            if spec.resolution_px == spec.images_px == self.spec.images.resolution_px:
+                sides = {"resolution_px": images.resolution_px, "images_px": images.resolution_px}
+                spec = spec.model_copy(update=sides)
+            features.append(feature.model_copy(update={"spec": spec}))
+        return self.spec.model_copy(update={"images": images, "features": features})
 
     def check_same(self, where: str, stored: StoreSpec) -> None:
         """Raise FingerprintMismatch if a store was declared otherwise, naming each field.
@@ -126,7 +138,7 @@ class Declaration:
         Args:
           stored: spec of the store, with or without its buckets.
         """
-        specs = [stored.model_copy(update={"images": self.spec.images}), self.spec]
+        specs = [stored, self._spec_for(stored.images)]
         old, new = (flatten(spec.identity() | {"classes": spec.classes}) for spec in specs)
         differing = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
         if differing:
@@ -172,11 +184,16 @@ def declare(
             leandit_version=__version__,
             fingerprint="",
             images=ImageSpec(
-                resolution_px=1, crop=KIND, buckets=[], resize_filter=UNKNOWN, colour=UNKNOWN, libraries={}
+                resolution_px=NO_RESOLUTION_PX,
+                crop=KIND,
+                buckets=[],
+                resize_filter=UNKNOWN,
+                colour=UNKNOWN,
+                libraries={},
             ),
             latent=_latent_spec(latent_section),
             text=unnamed and unnamed.spec,
-            vae=_identity(latent_section.encoder, latent_section.dtype),
+            vae=_identity(latent_section.encoder),
             text_encoder=unnamed and unnamed.encoder,
             texts=[encoder for encoder in encoders if encoder.name],
             features=feature_encoders,
@@ -301,7 +318,7 @@ def _text_encoder(name: str, values: Mapping[str, Any]) -> tuple[TextEncoder, li
         rows += stored.parts
         _check_storable(where, is_storable(stored, spec.pooled_dtype), spec.pooled_dtype)
     assert len(rows) == len(caption_rows(spec)), "a row for each array"
-    identity = _identity(section.encoder, section.dtype, null_caption=f"{row_checksum(*rows):016x}")
+    identity = _identity(section.encoder, null_caption=f"{row_checksum(*rows):016x}")
     try:
         return TextEncoder(name=name, spec=spec, encoder=identity), rows
     except ValidationError as error:
@@ -332,17 +349,17 @@ def _feature_encoder(name: str, values: Mapping[str, Any]) -> FeatureEncoder:
                 layer=-1,
                 width=width,
                 patch_px=section.patch_px,
-                resolution_px=section.resolution_px or 1 << 10,
-                images_px=section.images_px or 1 << 10,
+                resolution_px=section.resolution_px or NO_RESOLUTION_PX,
+                images_px=section.images_px or NO_RESOLUTION_PX,
                 dtype=section.dtype,
             ),
-            encoder=_identity(section.encoder, section.dtype),
+            encoder=_identity(section.encoder),
         )
     except ValidationError as error:
         raise RecipeError(f"{where}: {describe_problems(error, FeatureEncoder)}") from error
 
 
-def _identity(model: str, dtype: str, **config: Any) -> EncoderIdentity:
+def _identity(model: str, **config: Any) -> EncoderIdentity:
     """An encoder of which only a name is known, which is part of the fingerprint."""
     return EncoderIdentity(
         model=model,
@@ -351,7 +368,7 @@ def _identity(model: str, dtype: str, **config: Any) -> EncoderIdentity:
         config={"said_to_be": model} | config,
         weights_sha256=UNKNOWN,
         tokenizer_sha256=None,
-        dtype=dtype,
+        dtype=UNKNOWN,
         libraries={},
     )
 

@@ -13,6 +13,7 @@ from ...datasets.revisions.catalog import (
     check_chain,
     check_not_lost,
     check_store,
+    has_journal,
     planned_revisions,
     sealed_revisions,
     sweep_store,
@@ -72,6 +73,8 @@ def look_for_plan(root: Path) -> FrozenPlan | None:
         raise StoreError(f"store '{root}': it is a file; expected a folder, or nothing. Use another --store.")
     if not root.exists():
         return None
+    if has_journal(root):
+        check_store(root)  # raises unless the store is sealed
     check_not_lost(root)
     check_chain(root)
     if revisions := [*sealed_revisions(root), *planned_revisions(root)]:
