@@ -103,7 +103,9 @@ def create_store(
         codec=codec,
         expected_records=expected_records,
     )
-    return RecordWriter(Path(path), declaration, rejects_invalid=invalid == "reject")
+    if "://" in str(path):
+        raise StoreError(f"store '{path}': expected a local folder. Write the store there, then copy or publish it.")
+    return RecordWriter(Path(path).absolute(), declaration, rejects_invalid=invalid == "reject")
 
 
 class RecordWriter:
@@ -206,14 +208,16 @@ class RecordWriter:
         return self._parts[name]
 
     def _layout_of(self, name: str) -> Part:
-        """The arrays of a part, of one row or caption, with shards for the expected number of records."""
+        """The arrays of a part, of one row or caption, with shards as they were begun, or for the expected records."""
         is_bucket = name.startswith(bucket_part(""))
         new_rows = {name.removeprefix(bucket_part("")): 1} if is_bucket else {}
         num_tokens = {
             encoder.name: np.array([encoder.spec.max_tokens], np.int32) for encoder in self._spec.text_encoders
         }
         part = RevisionLayout(self._spec, REVISION, new_rows, num_tokens).parts[name]
-        shard_rows = {part.arrays[0].path: sized_for(part, self._declaration.expected_records)}
+        state = self._open_shards.get(name)
+        rows = state.shard_rows if state else sized_for(part, self._declaration.expected_records)
+        shard_rows = {part.arrays[0].path: rows}
         return RevisionLayout(self._spec, REVISION, new_rows, num_tokens, shard_rows=shard_rows).parts[name]
 
     def _check_open(self) -> None:

@@ -34,7 +34,8 @@ CREATE TABLE IF NOT EXISTS records (
 CREATE TABLE IF NOT EXISTS captions (
     id INTEGER PRIMARY KEY, hash BLOB NOT NULL UNIQUE, text TEXT NOT NULL, num_tokens BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS open_shards (
-    part TEXT PRIMARY KEY, shard INTEGER NOT NULL, num_items INTEGER NOT NULL, files TEXT NOT NULL);
+    part TEXT PRIMARY KEY, shard_rows INTEGER NOT NULL, shard INTEGER NOT NULL, num_items INTEGER NOT NULL,
+    files TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS shards (
     part TEXT NOT NULL, shard INTEGER NOT NULL, files TEXT NOT NULL, statistics TEXT, PRIMARY KEY (part, shard));
 """
@@ -67,11 +68,13 @@ class OpenShard(NamedTuple):
     """How far the open shard of a part is filled.
 
     Args:
+      shard_rows: rows of the first array in each shard of the part.
       shard: its number.
       num_items: its records or captions.
       files: bytes and XXH3-64 of what counts of each file of its rows.
     """
 
+    shard_rows: int
     shard: int
     num_items: int
     files: list[tuple[int, str]]
@@ -183,7 +186,7 @@ class Journal:
             insert("INSERT INTO captions VALUES (?, ?, ?, ?)", captions)
             insert("INSERT INTO shards VALUES (?, ?, ?, ?)", (_shard_row(*shard) for shard in self._shards))
             rows = (_open_shard_row(part, open_shard) for part, open_shard in open_shards.items())
-            insert("INSERT OR REPLACE INTO open_shards VALUES (?, ?, ?, ?)", rows)
+            insert("INSERT OR REPLACE INTO open_shards VALUES (?, ?, ?, ?, ?)", rows)
         self._num_records += len(self._records)
         self._num_captions += len(self._captions)
         for waiting in (self._records, self._captions, self._shards, self._positions, self._caption_ids):
@@ -254,9 +257,13 @@ class Journal:
     def open_shards(self) -> dict[str, OpenShard]:
         """The open shard of each part."""
         shards = {}
-        for part, shard, num_items, files in self._rows("SELECT part, shard, num_items, files FROM open_shards"):
-            entries = [(int(size), digest) for size, digest in (entry.split(":") for entry in files.split())]
-            shards[part] = OpenShard(shard, num_items, entries)
+        query = "SELECT part, shard_rows, shard, num_items, files FROM open_shards"
+        for part, shard_rows, shard, num_items, files in self._rows(query):
+            entries = []
+            for entry in files.split():
+                size, digest = entry.split(":")
+                entries.append((int(size), digest))
+            shards[part] = OpenShard(shard_rows, shard, num_items, entries)
         return shards
 
     def shards(self) -> Iterator[tuple[str, int, WrittenShard]]:
@@ -271,9 +278,9 @@ class Journal:
                 yield part, shard, WrittenShard(entries, of_latents)
 
 
-def _open_shard_row(part: str, open_shard: OpenShard) -> tuple[str, int, int, str]:
+def _open_shard_row(part: str, open_shard: OpenShard) -> tuple[str, int, int, int, str]:
     files = " ".join(f"{size}:{digest}" for size, digest in open_shard.files)
-    return part, open_shard.shard, open_shard.num_items, files
+    return part, open_shard.shard_rows, open_shard.shard, open_shard.num_items, files
 
 
 def _shard_row(part: str, shard: int, written: WrittenShard) -> tuple[str, int, str, str | None]:

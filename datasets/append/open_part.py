@@ -88,7 +88,8 @@ class OpenPart:
 
     def state(self) -> OpenShard:
         """How far the open shard is filled, for the journal; call it after ``flush``."""
-        return OpenShard(self.shard, self.num_items, [(file.num_bytes, file.digest()) for file in self._files])
+        files = [(file.num_bytes, file.digest()) for file in self._files]
+        return OpenShard(self.capacity, self.shard, self.num_items, files)
 
     def add_rows(self, arrays: Sequence[np.ndarray], results: np.ndarray) -> None:
         """Add records.

@@ -14,7 +14,17 @@ from ..format.row_layout import LATENTS
 from ..format.table_schemas import ROW_RESULTS, STORED
 from ..revisions.writer import row_checksum
 from .declaration import Declaration
-from .values import CaptionRows, GroupRows, group_views, latent_views, narrow_caption, narrow_group, rejected
+from .values import (
+    CaptionRows,
+    GroupRows,
+    as_numbers,
+    group_views,
+    is_tensor,
+    latent_views,
+    narrow_caption,
+    narrow_group,
+    rejected,
+)
 
 MAX_KEY_BYTES = 1 << 12
 MAX_CAPTION_BYTES = 1 << 16
@@ -63,6 +73,8 @@ def as_batch(
     def items(name: str, values: Any, *, is_image: bool = False) -> Sequence[Any]:
         if values is None:
             return [None] * len(keys)
+        if is_tensor(values):
+            values = as_numbers(values)  # at once: each copy from a device waits for it
         if is_image and has_pairs:
             return list(zip(*(items(name, view) for view in values), strict=True))
         if isinstance(values, Mapping):

@@ -19,9 +19,14 @@ MAX_SIDE = 1 << 14  # positions of a latent
 STAGE = "encode"  # of every reject: what came from the encoder cannot be stored
 
 
+def is_tensor(value: Any) -> bool:
+    """Whether a value is a torch tensor; torch is not imported for it."""
+    return type(value).__module__.partition(".")[0] == "torch"
+
+
 def as_numbers(value: Any) -> np.ndarray:
     """A numpy array of anything that has numbers; of a torch tensor on any device too, bfloat16 as float32."""
-    if type(value).__module__.partition(".")[0] == "torch":
+    if is_tensor(value):
         tensor = value.detach().cpu()
         return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
     return np.asarray(value)
@@ -173,9 +178,10 @@ def narrow_group(spec: StoreSpec, group: str, bucket: str, records: Sequence[Seq
             is_finite &= _finite_rows(values if spec.latent.dtype == "int8" else rows)
             arrays.append(rows)
         else:
-            parts = narrow(values.astype(np.float32), output.dtype).parts
             is_finite &= _finite_rows(values)
-            is_finite &= np.logical_and.reduce([_finite_rows(part) for part in parts])
+            parts = narrow(_without_nan(values), output.dtype).parts
+            for part in parts:
+                is_finite &= _finite_rows(part)
             _measure(results, values, parts, output.dtype)
             arrays += parts
     for i in np.flatnonzero(is_finite).tolist():
@@ -187,9 +193,15 @@ def narrow_group(spec: StoreSpec, group: str, bucket: str, records: Sequence[Seq
 def _narrow_latents(values: np.ndarray, spec: LatentSpec) -> np.ndarray:
     """(B, row_channels, H, W) rows; what a dtype cannot hold becomes infinity."""
     if spec.dtype == "int8":
-        return narrow_latents(np.nan_to_num(values.astype(np.float32)))
+        return narrow_latents(_without_nan(values))
     with np.errstate(over="ignore"):
         return values.astype(spec.dtype)
+
+
+def _without_nan(values: np.ndarray) -> np.ndarray:
+    """Numbers as float32; those that are not finite, whose record is rejected, as something that can be rounded."""
+    wide = values.astype(np.float32)
+    return wide if np.isfinite(wide).all() else np.nan_to_num(wide, posinf=0.0, neginf=0.0)
 
 
 def _finite_rows(rows: np.ndarray) -> np.ndarray:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import random
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +86,11 @@ def test_what_is_added_is_read_back(path: Path, leandit: Leandit) -> None:
     assert whole.captions["text"].to_pylist() == ["caption 0", "caption 1", "caption 2", ""]  # each once
     np.testing.assert_array_equal(whole.caption(whole.record("no caption")), NULL)
     assert whole.class_names.find("bee") == 1
+    assert store.manifest.statistics
+    latents = [whole.latents(bucket).take(whole.index(bucket).rows) for bucket in whole.buckets]
+    channels = np.concatenate([rows.swapaxes(0, 1).reshape(4, -1) for rows in latents], axis=1).astype(np.float64)
+    np.testing.assert_allclose(store.manifest.statistics.channel_mean, (channels.mean(axis=1) - 0.25) * 0.5)
+    np.testing.assert_allclose(store.manifest.statistics.channel_std, channels.std(axis=1) * 0.5)
     records = [i for batch in make_loader(whole, global_batch=2, seed=0) for i in batch.records.tolist()]
     assert sorted(records) == list(range(11))
     batch = next(iter(make_loader(whole, global_batch=2, seed=0)))
@@ -238,6 +246,27 @@ def test_a_kill_at_any_point_costs_nothing_but_time(tmp_path: Path, small_shards
         whole = {name: content for name, content in tree_digest(store).items() if not name.endswith("local.json")}
         same = tree_digest(tmp_path / "undisturbed").items()
         assert whole == {name: content for name, content in same if not name.endswith("local.json")}
+
+
+@pytest.mark.slow
+def test_kills_at_any_moment_cost_nothing_but_time(tmp_path: Path, small_shards: None) -> None:
+    """Also in the middle of a commit of SQLite, which has no failpoint."""
+    expected = start(lambda: write_all(tmp_path / "undisturbed", 40)).wait()
+    rng = random.Random(0)
+    num_kills = 0
+    for trial in range(20):
+        store = tmp_path / str(trial)
+        while True:
+            child = start(lambda store=store: write_all(store, 40))
+            time.sleep(rng.uniform(0.01, 0.25))
+            child.signal(signal.SIGKILL)
+            outcome = child.wait()
+            if not outcome.died:
+                break
+            num_kills += 1
+        assert outcome.code == 0, outcome.message
+        assert outcome.value == expected.value
+    assert num_kills > 10
 
 
 @pytest.mark.parametrize("kind", ["enospc", "eio"])
@@ -510,8 +539,20 @@ def test_shards_of_a_very_large_store_are_larger(path: Path) -> None:
     arrays = {layout.path: layout.shard_rows for layout in LatentStore(path).manifest.arrays}  # pyright: ignore
     assert arrays["buckets/64x64/latents"] == 32768  # 3,052 shards instead of 12,208
     assert arrays["captions/embeddings"] * 24 <= 512 << 20
-    with create_store(path, latent=LATENT, text=TEXT, expected_records=100_000_000) as store:
+    with create_store(path, latent=LATENT, text=TEXT) as store:
         assert store.add("a", **add_a) == 0
+
+
+def test_shards_keep_their_size_when_more_records_are_expected_later(path: Path, tmp_path: Path) -> None:
+    leave_unfinished(path)
+    for expected_records in (0, 100_000_000):
+        with create_store(path, latent=LATENT, expected_records=expected_records) as store:
+            store.add("a", latent=numbers(0, 4, 8, 8))
+            store.add("b", latent=numbers(1, 4, 8, 8))
+    testing.check_store(path)
+    assert LatentStore(path).layout("buckets/64x64/latents").shard_rows == 8192
+    with pytest.raises(StoreError, match="expected a local folder"):
+        create_store("s3://bucket/store", latent=LATENT)
 
 
 def test_zstd_is_stored_too(path: Path) -> None:
