@@ -77,5 +77,9 @@ def view(
 
         app = StoreSite(store, load_decoder).app()
     print_line("Ctrl-C ends it")
-    serve(app, port=port, open_browser=open_browser, say=lambda address: print(f"view        {address}", flush=True))
+
+    def say(address: str) -> None:
+        print(f"view        {address}", flush=True)
+
+    serve(app, port=port, open_browser=open_browser, say=say, warn=print_line)
     end_process()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from ....datasets.disk.faults import advice_for, is_fault
 from ....datasets.disk.files import write_atomic
 from ....errors import ResourceError
 
@@ -30,6 +32,8 @@ App = Callable[[Message, Any, Send], Awaitable[None]]
 NEEDED = ("duckdb", "jinja2", "PIL", "starlette", "uvicorn")
 ADDRESS = "127.0.0.1"  # no other machine reaches it
 TOKEN_BYTES = 32
+BACKLOG = 64  # connections that wait; out of descriptors, asyncio tries to accept so many in a row
+LOGGERS = ("asyncio", "uvicorn.error")  # of errors in requests
 SECONDS_TO_END = 1  # for requests that are being answered
 HOSTS = ("127.0.0.1", "localhost")  # any port: a tunnel of ssh may have another one
 HEADERS = {
@@ -54,13 +58,40 @@ def check_installed() -> None:
         )
 
 
-def serve(app: Starlette, *, port: int, open_browser: bool, say: Callable[[str], None]) -> None:
+class FaultsOnce(logging.Filter):
+    """Reports the first fault of this machine that requests meet, instead of a traceback for each of them.
+
+    Args:
+      warn: called with the message.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        super().__init__()
+        self._warn = warn
+        self._has_warned = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None or not is_fault(error):
+            return True
+        if not self._has_warned:
+            self._has_warned = True
+            advice = advice_for(error) if isinstance(error, OSError) else "Free some memory"
+            problem = error.strerror if isinstance(error, OSError) else "out of memory"
+            self._warn(f"view: {problem}, so some requests are not answered. {advice}.")
+        return False
+
+
+def serve(
+    app: Starlette, *, port: int, open_browser: bool, say: Callable[[str], None], warn: Callable[[str], None]
+) -> None:
     """Serve an application until Ctrl-C or SIGTERM.
 
     Args:
       port: of 127.0.0.1; 0: a free one.
       open_browser: show the page in the user's browser, where there is a display.
       say: called with the address of the page once it can be opened.
+      warn: called once if this machine fails, as when no file can be opened any more.
     Raises: ResourceError: the port is taken.
     """
     import uvicorn
@@ -75,16 +106,28 @@ def serve(app: Starlette, *, port: int, open_browser: bool, say: Callable[[str],
         server_header=False,
         lifespan="on",
         ws="none",
+        backlog=BACKLOG,
         timeout_graceful_shutdown=SECONDS_TO_END,
     )
     folder = tempfile.TemporaryDirectory(prefix="leandit-view-")  # of this user alone
     server = uvicorn.Server(config)
-    with folder as own, contextlib.closing(listener), _ended_by_signals(server):
+    with folder as own, contextlib.closing(listener), _ended_by_signals(server), _filtered_errors(FaultsOnce(warn)):
         listener.listen()  # from here on a browser waits instead of failing
         say(address)
         if open_browser and _has_display():
             _open(address, Path(own))
         server.run(sockets=[listener])
+
+
+@contextlib.contextmanager
+def _filtered_errors(errors: logging.Filter) -> Iterator[None]:
+    for name in LOGGERS:
+        logging.getLogger(name).addFilter(errors)
+    try:
+        yield
+    finally:
+        for name in LOGGERS:
+            logging.getLogger(name).removeFilter(errors)
 
 
 def end_process() -> None:
