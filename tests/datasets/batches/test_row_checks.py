@@ -87,6 +87,15 @@ def damage_shard(store: Damaged, kind: str, path: str, rng: random.Random) -> No
     replace(store.root / path, content)
 
 
+def test_an_error_names_the_damaged_shard_also_where_it_is_of_another_view_of_the_image(tmp_path: Path) -> None:
+    with small_shards():
+        _, root = make_plain(tmp_path, "vae.flip=true")
+    path = "buckets/64x64/moments_flip/c/1/0/0/0"
+    flip(root / path, 5)  # in the first row, which is checked when a shard is opened
+    with pytest.raises(DamageError, match=f"'{path}'"):
+        epoch_of(root)
+
+
 KINDS = ("another shard", "bit", "byte", "random page", "swapped rows", "zeroed page")
 
 
