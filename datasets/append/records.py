@@ -196,6 +196,10 @@ class RecordChecker:
             if caption is not None or embeddings is not None:
                 raise rejected("wrong_shape", "a caption; the store was declared without text")
             return []
+        if caption is not None and not isinstance(caption, (str, list, tuple)):
+            raise rejected(
+                "bad_metadata", f"caption of type {type(caption).__name__}; expected a str, or a list of them"
+            )
         texts: list[str] = [caption] if isinstance(caption, str) else list(caption or ())
         if not 1 <= len(texts) <= MAX_CAPTIONS:
             raise rejected("no_caption", f"{len(texts)} captions; expected 1 to {MAX_CAPTIONS}, or '' for none")
@@ -283,10 +287,13 @@ def _source_size(size: Any, bucket: str) -> tuple[int, int]:
     """Height and width of the source image in pixels, by default those of the bucket."""
     if size is None:
         return bucket_size(bucket)
-    sides = [int(side) for side in size]
-    if len(sides) != 2 or not all(1 <= side <= MAX_SIDE_PX for side in sides):
+    try:
+        height_px, width_px = (int(side) for side in size)
+    except (TypeError, ValueError):
+        raise rejected("bad_metadata", f"source_size {size!r:.200}; expected height and width in pixels") from None
+    if not 1 <= min(height_px, width_px) <= max(height_px, width_px) <= MAX_SIDE_PX:
         raise rejected("bad_metadata", f"source_size {size!r}; expected height and width in pixels")
-    return sides[0], sides[1]
+    return height_px, width_px
 
 
 def _embeddings_by_encoder(
@@ -300,7 +307,8 @@ def _embeddings_by_encoder(
     is_named = isinstance(embeddings, Mapping)
     if is_named and embeddings.keys() - {*encoders}:
         unknown = min(embeddings.keys() - {*encoders})
-        raise rejected("wrong_shape", f"embeddings['{unknown}']; declared are {', '.join(map(repr, encoders))}")
+        declared = "an array, not a dict" if encoders == [""] else ", ".join(map(repr, encoders))
+        raise rejected("wrong_shape", f"embeddings[{unknown!r}]; expected {declared}")
     if embeddings is not None and not is_named and len(encoders) > 1:
         raise rejected("wrong_shape", f"embeddings: expected a dict with {', '.join(map(repr, encoders))}")
     by_encoder = {}

@@ -329,6 +329,12 @@ def test_what_was_added_before_is_checked(path: Path) -> None:
     file.write_bytes(content)
     with pytest.raises(DamageError, match=r"64x64.latents.0': it was changed. Remove the store, and write it again"):
         create_store(path, latent=LATENT)
+    file.unlink()
+    with pytest.raises(DamageError, match=r"64x64.latents.0': 0 bytes, expected at least 512. Remove the store"):
+        create_store(path, latent=LATENT)
+    (path / "revisions/000001/journal/added.sqlite").write_bytes(b"no database" * 1000)
+    with pytest.raises(DamageError, match=r"added.sqlite': file is not a database. What was added cannot be read"):
+        create_store(path, latent=LATENT)
 
 
 def test_another_declaration_is_refused_and_named(path: Path) -> None:
@@ -417,6 +423,12 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "a mask of floats": (
         {"companions": {"mask": np.zeros((8, 8))}}, "wrong_shape",
         "companions['mask'] of dtype float64; expected uint8"),
+    "a caption that is a number": (
+        {"caption": 5}, "bad_metadata", "caption of type int; expected a str, or a list of them"),
+    "embeddings by a name": (
+        {"embeddings": {"t5": 1}}, "wrong_shape", "embeddings['t5']; expected an array, not a dict"),
+    "a size of text": ({"source_size": "ab"}, "bad_metadata",
+        "source_size 'ab'; expected height and width in pixels"),
     "half a size": ({"source_size": [3]}, "bad_metadata", "source_size [3]; expected height and width in pixels"),
     "a key that is there": ({"key": "good"}, "duplicate_key",
         "a record with this key was added before; expected unique keys"),
