@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import google_crc32c
+import numcodecs.blosc
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 import zarr
@@ -230,11 +230,11 @@ class PageReader:
         num_chunks = -(-len(like) // layout["chunk_rows"])
         places = list(struct.iter_unpack("<QQ", index))
         _require(set(places[num_chunks:]) <= {(2**64 - 1, 2**64 - 1)}, f"'{path}': it has more chunks than rows")
-        if layout["codec"] == "zstd":
+        if layout["codec"] == "blosc":
             chunks = [data[offset : offset + length] for offset, length in places[:num_chunks]]
             is_intact = all(_is_checked(chunk[:-4], chunk[-4:]) for chunk in chunks)
             _require(is_intact, f"'{path}': a chunk differs from its checksum")
-            data = b"".join(pa.decompress(chunk[:-4], chunk_bytes, "zstd", asbytes=True) for chunk in chunks)
+            data = b"".join(numcodecs.blosc.decompress(chunk[:-4]) for chunk in chunks)
         else:
             consecutive = [(i * chunk_bytes, chunk_bytes) for i in range(num_chunks)]
             _require(places[:num_chunks] == consecutive, f"'{path}': its rows do not follow one another")

@@ -56,7 +56,7 @@ def test_every_shipped_recipe_loads_and_survives_being_written_as_toml(stage: st
     [
         ("train", "optimizer.lrr=1e-3", "optimizer.lrr", "optimizer.lr"),
         ("train", "steps=5", "steps", "run.steps"),
-        ("precompute", "images.codec=zstd", "images.codec", "store.codec"),
+        ("precompute", "images.codec=blosc", "images.codec", "store.codec"),
         ("precompute", "text.qwen.max_token=5", "text.qwen.max_token", "text.qwen.max_tokens"),
     ],
 )

@@ -1,7 +1,6 @@
 """One open shard file: its index is checked, its rows are read in place.
 
-A *dense* shard, uncompressed with consecutive chunks, is one array. All others are read chunk by chunk: compressed
-chunks are decoded, and absent chunks of a sparse shard from another writer hold the fill value.
+An uncompressed shard is one array. Compressed chunks are decoded one by one.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import weakref
-import zlib
 from pathlib import Path
 
 import google_crc32c
@@ -18,7 +16,7 @@ import numpy as np
 from ...errors import DamageError
 from ..disk.cached import cached_property
 from ..disk.faults import named_faults
-from ..format.zarr_shard import ABSENT, CODECS, CRC_BYTES, ArrayLayout
+from ..format.zarr_shard import CRC_BYTES, ArrayLayout, unpack_chunk
 
 REPAIR = "Run 'leandit verify STORE --repair --source PATH': it restores this shard."
 
@@ -61,24 +59,15 @@ class ShardFile:
             close()  # a map needs no descriptor, and descriptors are limited
 
     @cached_property
-    def is_dense(self) -> bool:
-        """Whether the rows are one array at the start of the file.
-
-        Checked, because a writer that drops chunks equal to the fill value shifts all later ones.
-        """
-        dense = np.arange(len(self._offsets), dtype=np.uint64) * np.uint64(self._layout.chunk_bytes)
-        return self._layout.codec == "none" and np.array_equal(self._offsets, dense)
-
-    @cached_property
     def rows(self) -> np.ndarray | None:
-        """(n, ...) view of the whole shard; None if it is not dense or not mapped."""
-        if self._map is None or not self.is_dense:
+        """(n, ...) view of the whole shard; None if it is compressed or not mapped."""
+        if self._map is None or self._layout.codec != "none":
             return None
         payload = self._map[: self._num_rows * self._layout.row_bytes].view(np.ndarray)
         return payload.view(self._layout.disk_dtype).reshape(self._num_rows, *self._layout.shape[1:])
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Rows start to stop, (stop - start, ...): a view if dense and mapped, else a copy."""
+        """Rows start to stop, (stop - start, ...): a view if uncompressed and mapped, else a copy."""
         if self.rows is not None:
             return self.rows[start:stop]
         out = np.empty((stop - start, *self._layout.shape[1:]), self._layout.dtype)
@@ -95,7 +84,7 @@ class ShardFile:
         """
         if self.rows is not None:
             out[where] = self.rows[rows]
-        elif self.is_dense:
+        elif self._layout.codec == "none":
             self._read_runs(rows, out, where)
         else:  # consecutive rows of one chunk read it once
             chunks, within = np.divmod(rows, self._layout.chunk_rows)
@@ -106,14 +95,9 @@ class ShardFile:
                 out[place] = values[row]
 
     def place(self, row: int) -> tuple[int, int]:
-        """Where a row of this shard lies in the file: its first byte and its bytes; if compressed, those of its chunk.
-
-        Both are 0 if the chunk is absent.
-        """
+        """First byte in the file and bytes of a row of this shard; if compressed, those of its chunk."""
         chunk, within = divmod(row, self._layout.chunk_rows)
         offset, length = int(self._offsets[chunk]), int(self._lengths[chunk])
-        if offset == ABSENT:
-            return 0, 0
         if self._layout.codec != "none":
             return offset, length
         return offset + within * self._layout.row_bytes, self._layout.row_bytes
@@ -133,12 +117,14 @@ class ShardFile:
         num_chunks = math.ceil(self._num_rows / layout.chunk_rows)
         entries = np.frombuffer(index, "<u8").reshape(-1, 2)[:num_chunks]
         offsets, lengths = entries[:, 0].copy(), entries[:, 1].copy()
-        absent = (offsets == ABSENT) & (lengths == ABSENT)
         # Not by their sum, which could overflow.
-        outside = ~absent & ((offsets > start) | (lengths > start - offsets))
-        wrong_size = ~absent & (lengths != layout.chunk_bytes) if layout.codec == "none" else np.False_
-        if len(entries) != num_chunks or np.any(outside | wrong_size):
+        is_outside = (offsets > start) | (lengths > start - offsets)
+        if len(entries) != num_chunks or np.any(is_outside):
             raise self._damage("the index names missing chunks")
+        if layout.codec == "none":
+            consecutive = np.arange(num_chunks, dtype=np.uint64) * np.uint64(layout.chunk_bytes)
+            if not np.array_equal(offsets, consecutive) or np.any(lengths != layout.chunk_bytes):
+                raise self._damage("its rows do not follow one another")
         return offsets, lengths
 
     def _bytes(self, offset: int, length: int) -> bytes:
@@ -166,21 +152,16 @@ class ShardFile:
                 done += count
 
     def _chunk(self, chunk: int) -> np.ndarray:
-        """(chunk_rows, ...) of one chunk, decoded and checked; the fill value if it is absent."""
+        """(chunk_rows, ...) of one compressed chunk, decoded and checked."""
         layout, shape = self._layout, (self._layout.chunk_rows, *self._layout.shape[1:])
         offset, length = int(self._offsets[chunk]), int(self._lengths[chunk])
-        if offset == ABSENT:
-            return np.full(shape, layout.fill_value, layout.dtype)
         stored = self._bytes(offset, length)
-        compression = CODECS[layout.codec]
-        if compression is None:
-            return np.frombuffer(stored, layout.disk_dtype).reshape(shape)
         payload, checksum = stored[:-CRC_BYTES], int.from_bytes(stored[-CRC_BYTES:], "little")
         if google_crc32c.value(payload) != checksum:
             raise self._damage(f"chunk {chunk} does not match its checksum")
-        decoded = np.zeros(shape, layout.dtype)
+        decoded = np.empty(shape, layout.disk_dtype)
         try:
-            compression[1].decode(payload, out=decoded)  # a fixed buffer: larger claims fail
-        except (RuntimeError, ValueError, OSError, EOFError, zlib.error) as error:
+            unpack_chunk(payload, decoded)
+        except ValueError as error:
             raise self._damage(f"chunk {chunk} cannot be decoded ({error})") from error
         return decoded

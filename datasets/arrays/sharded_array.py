@@ -1,7 +1,7 @@
 """Rows of an array over all its shards, in any order: mapped, gathered, or decoded.
 
 Uncompressed shards are mapped side by side into one range of addresses, so a batch is one gather over all of them.
-What cannot be mapped so (compressed or sparse shards, ``pread``, remote stores, too many files) is read shard by shard
+What cannot be mapped so (compressed shards, ``pread``, remote stores, too many files) is read shard by shard
 in threads, with the same results.
 
 Reading a lost file of a mapped store ends the process with SIGBUS. Damage that is found on opening is an error.
@@ -246,13 +246,12 @@ class ShardedArray:
         self._window = window
 
     def _map(self, shard: int, window: AddressWindow) -> None:
-        """Map a shard into the window, if it is dense."""
+        """Map a shard into the window."""
         opened = self._folder.open(self._layout, self._number(shard), mapped=False)
-        if opened.is_dense:
-            self._check(self._number(shard), opened)
-            with contextlib.suppress(OSError):  # too many maps: then it is read by itself
-                window.map_file(shard, opened.file, min(opened.size, window.slot_bytes))
-                self._in_window[shard] = True
+        self._check(self._number(shard), opened)
+        with contextlib.suppress(OSError):  # too many maps: then it is read by itself
+            window.map_file(shard, opened.file, min(opened.size, window.slot_bytes))
+            self._in_window[shard] = True
 
     def _kept(self, shard: int) -> ShardFile:
         """A shard that is not in the window."""

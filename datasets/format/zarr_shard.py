@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
 
 import google_crc32c
-import numcodecs
+import numcodecs.blosc
 import numpy as np
 from pydantic import ConfigDict, Field
 
@@ -25,12 +25,11 @@ CRC_BYTES = 4
 MAX_DECODED_BYTES = 1 << 28
 MAX_MAPPED = 1 << 40  # rows of an array, bytes of a chunk
 
-# name in a recipe -> (Zarr v3 codec, numcodecs codec giving the same bytes). Sizes and speeds: FORMAT.md.
-CODECS: dict[str, tuple[dict[str, Any], Any] | None] = {
-    "none": None,
-    "zstd": ({"name": "zstd", "configuration": {"level": 3, "checksum": False}}, numcodecs.Zstd(level=3)),
-}
-
+CODECS = ("none", "blosc")  # names in a recipe; sizes and speeds: FORMAT.md
+BLOSC_LEVEL = 3  # of zstd within blosc; docs/benchmarks.md compares them
+BLOSC_HEADER_BYTES = 16
+# One thread, as zarr-python sets it too: the threads of blosc are shared by the process, and do not survive a fork.
+numcodecs.blosc.use_threads = False
 
 # Stores are not trusted: pydantic checks these types where an array comes from a manifest.
 Count = Annotated[int, Field(ge=0, le=1 << 48)]
@@ -70,7 +69,7 @@ class ArrayLayout:
     dtype: Annotated[str, Field(pattern="^(float16|float32|uint16|u?int8)$")]
     shard_rows: Rows
     chunk_rows: Rows = 1
-    codec: Annotated[str, Field(pattern="^(none|zstd)$")] = "none"
+    codec: Annotated[str, Field(pattern="^(none|blosc)$")] = "none"
     ranges: Annotated[tuple[RowRange, ...], Field(min_length=1)] = ()
 
     @property
@@ -142,10 +141,19 @@ class ArrayLayout:
     def metadata(self) -> dict[str, Any]:
         """The array's ``zarr.json``; a test compares it with zarr-python's own."""
         little = {"name": "bytes", "configuration": {"endian": "little"}}
-        compression = CODECS[self.codec]
+        codecs: list[dict[str, Any]] = [little]
+        if self.codec == "blosc":
+            configuration = {
+                "typesize": self.disk_dtype.itemsize,
+                "cname": "zstd",
+                "clevel": BLOSC_LEVEL,
+                "shuffle": "bitshuffle",
+                "blocksize": 0,
+            }
+            codecs += [{"name": "blosc", "configuration": configuration}, {"name": "crc32c"}]
         sharding = {
             "chunk_shape": [self.chunk_rows, *self.shape[1:]],
-            "codecs": [little, *([compression[0], {"name": "crc32c"}] if compression else ())],
+            "codecs": codecs,
             "index_codecs": [little, {"name": "crc32c"}],
             "index_location": "end",
         }
@@ -196,19 +204,47 @@ def pack_shard(layout: ArrayLayout, rows: np.ndarray) -> list[Any]:
     missing = num_chunks * layout.chunk_rows - len(rows)
     if missing:  # chunks are always whole: pad the last one
         rows = np.concatenate([rows, np.full((missing, *rows.shape[1:]), layout.fill_value, rows.dtype)])
-    compression = CODECS[layout.codec]
-    if compression is None:
+    if layout.codec == "none":
         parts: list[Any] = [rows.view(np.uint8).reshape(-1).data] if rows.size else []
         lengths = np.full(num_chunks, layout.chunk_bytes, np.uint64)
     else:
         parts = []
         for i in range(num_chunks):
-            chunk = rows[i * layout.chunk_rows : (i + 1) * layout.chunk_rows]
-            encoded = bytes(compression[1].encode(np.ascontiguousarray(chunk)))
-            parts.append(encoded + google_crc32c.value(encoded).to_bytes(CRC_BYTES, "little"))
+            packed = pack_chunk(rows[i * layout.chunk_rows : (i + 1) * layout.chunk_rows])
+            parts.append(packed + google_crc32c.value(packed).to_bytes(CRC_BYTES, "little"))
         lengths = np.array([len(part) for part in parts], np.uint64)
     index = np.full((layout.shard_rows // layout.chunk_rows, 2), ABSENT, "<u8")
     index[:num_chunks, 0] = np.cumsum(lengths) - lengths
     index[:num_chunks, 1] = lengths
     index_bytes = index.tobytes()
     return [*parts, index_bytes + google_crc32c.value(index_bytes).to_bytes(CRC_BYTES, "little")]
+
+
+def pack_chunk(chunk: np.ndarray) -> bytes:
+    """Compress a contiguous chunk with blosc: zstd after a shuffle of the bits of its numbers."""
+    blosc = numcodecs.blosc.Blosc(cname="zstd", clevel=BLOSC_LEVEL, shuffle=numcodecs.blosc.BITSHUFFLE)
+    return bytes(blosc.encode(chunk))
+
+
+def unpack_chunk(packed: bytes, out: np.ndarray) -> None:
+    """Decompress a chunk of blosc.
+
+    The header is checked first, because blosc reads as many bytes as it says: a false one would end the process.
+
+    Args:
+      packed: the chunk without its checksum.
+      out: contiguous, of the bytes of the chunk, which it receives.
+    Raises: ValueError: the chunk is of another size, or cannot be decoded.
+    """
+    if len(packed) < BLOSC_HEADER_BYTES:
+        raise ValueError(f"{len(packed)} bytes, expected a header of {BLOSC_HEADER_BYTES}")
+    num_bytes = int.from_bytes(packed[4:8], "little")
+    packed_bytes = int.from_bytes(packed[12:16], "little")
+    if num_bytes != out.nbytes or packed_bytes != len(packed):
+        raise ValueError(
+            f"its header says {num_bytes} bytes in {packed_bytes}, expected {out.nbytes} bytes in {len(packed)}"
+        )
+    try:
+        numcodecs.blosc.decompress(packed, out)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(str(error)) from error

@@ -98,7 +98,7 @@ class ImportStore(Section):
     """Dtype of caption embeddings: "same" as store.dtype; "int8", with a scale per token, halves bfloat16."""
     shard_mib: Annotated[int, Field(ge=1, le=4096)] = 64
     """Size at which a shard is full."""
-    codec: Literal["none", "zstd"] = "none"
+    codec: Literal["none", "blosc"] = "none"
     """As in a precompute recipe."""
 
 

@@ -11,6 +11,7 @@ import torch
 from making import CPU
 from training import diffusers_model
 
+from leandit.datasets.store import LatentStore
 from leandit.tools.plan.synthetic import synthetic_batch
 from leandit.tools.plan.workload import workload_at_resolution
 from leandit.train.config import load
@@ -123,6 +124,12 @@ def test_captions_are_smaller_than_in_padded_files(tmp_path: Path) -> None:
     found = run("cache_sizes.py", "--scratch", tmp_path, "--captions", 8, "--tokens", 20)
     assert float(found["Z-Image"][3]) > 10
     assert float(found["FLUX.2 [dev]"][3]) == pytest.approx(2, rel=0.02)
+
+
+def test_codecs_are_compared_on_the_rows_of_a_store(label_store: LatentStore) -> None:
+    found = run("store_codecs.py", label_store.path, "--min-kib", 1, "--levels", "3", "--rounds", 2)
+    assert found["none"][0] == "100.0%"
+    assert float(found["blosc 3"][2]) > 0
 
 
 def test_millions_of_records_are_planned_written_opened_and_read(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ STORES: dict[str, tuple[Make, dict[str, Any]]] = {
     "labels": (given("label_store"), {}),
     "captions": (given("caption_store"), {}),
     "pread": (given("caption_store"), {"access": "pread"}),
-    "zstd, float32 latents": (encoded("store.codec=zstd", "vae.flip=true", "store.dtype=float32"), {}),
+    "blosc, float32 latents": (encoded("store.codec=blosc", "vae.flip=true", "store.dtype=float32"), {}),
     "bfloat16 captions": (encoded("store.text_dtype=bfloat16"), {}),
     "grown, features, four text encoders": (grown, {}),
     "an earlier revision": (grown, {"revision": 2}),

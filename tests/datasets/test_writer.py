@@ -567,8 +567,8 @@ def test_shards_keep_their_size_when_more_records_are_expected_later(path: Path,
         create_store("s3://bucket/store", latent=LATENT)
 
 
-def test_zstd_is_stored_too(path: Path) -> None:
-    with create_store(path, latent=LATENT, text=TEXT, codec="zstd") as store:
+def test_blosc_is_stored_too(path: Path) -> None:
+    with create_store(path, latent=LATENT, text=TEXT, codec="blosc") as store:
         store.add("a", latent=numbers(0, 4, 8, 8), caption="a", embeddings=numbers(0, 2, 6))
     testing.check_store(path)
 

@@ -50,7 +50,7 @@ from leandit.datasets.disk.hashing import read_json, sha256_of
 from leandit.datasets.format.schema import CommitRecord, LocalFile, Manifest
 from leandit.datasets.format.table_schemas import CAPTIONS_SCHEMA, PLACES, PLAN_SCHEMA, RECORDS_SCHEMA
 from leandit.datasets.format.tables import map_parquet, parquet_file
-from leandit.datasets.format.zarr_shard import CODECS, ArrayLayout
+from leandit.datasets.format.zarr_shard import CODECS, ArrayLayout, pack_chunk
 from leandit.datasets.revisions.catalog import file_entry
 from leandit.datasets.store import LatentStore
 from leandit.errors import DamageError, EncoderError, LeanditError, RunError, SourceError, StoreError
@@ -247,7 +247,7 @@ def rows(name: str, count: int, manifest: str = MANIFEST, **values: Any) -> Spoi
     return in_array(name, manifest, rows=count, **{"shard_rows": count, "chunk_rows": count} | values)
 
 
-OF_ARRAY = {"shape": ([], [5, 8, 64]), "dtype": ("|O", "float32"), "codec": ("numcodecs.pickle", "zstd")}
+OF_ARRAY = {"shape": ([], [5, 8, 64]), "dtype": ("|O", "float32"), "codec": ("numcodecs.pickle", "zstd", "blosc")}
 OF_ARRAY |= {"shard_rows": (0,), "path": ("buckets/64x64/features/x/cls", "../../x", "buckets/9999x9999/moments")}
 OF_ARRAY |= {"ranges": ([], [[1, 0, 5], [1, 0, 5]], [[1, 0, 2], [1, 3, 5]], [[2, 0, 5]], [[1, -5, 5]])}
 OF_INDEX = {"rows": (10**6, -1, None), "records": (10**6, -1), "labels": (10**6, -2), "caption_ids": (10**6, 2**31 - 1)}
@@ -514,7 +514,7 @@ def test_a_plan_that_cannot_be_is_refused(name: str, column: str, value: Any, un
         read_all(unfinished, allow_incomplete=True)
 
 
-LAYOUT = ArrayLayout("a", (6, 16, 8, 8), "float16", 6, 1, "zstd")
+LAYOUT = ArrayLayout("a", (6, 16, 8, 8), "float16", 6, 1, "blosc")
 
 
 def shard_file(path: Path, chunks: list[bytes], index: Callable[[np.ndarray], Any] = lambda index: None) -> Path:
@@ -541,26 +541,42 @@ def test_a_shard_index_that_leads_outside_is_refused(
 
     layout = ArrayLayout("a", LAYOUT.shape, "float16", 6, 1, codec)
     chunk = np.zeros(LAYOUT.shape[1:], np.float16)
-    encode = CODECS[codec]
-    encoded = bytes(encode[1].encode(chunk)) if encode else chunk.tobytes()
+    encoded = chunk.tobytes() if codec == "none" else pack_chunk(chunk)
     with pytest.raises(DamageError):
         ShardFile(shard_file(tmp_path / "s", [encoded] * 6, index), layout, 6).read(0, 6)
 
 
-def test_a_chunk_that_claims_gigabytes_is_refused_without_them(tmp_path: Path) -> None:
-    # Blocks of one repeated byte, each claiming 128 KiB, in a frame that does not say how long it is.
-    block = (((128 << 10) - 1) << 3 | 1 << 1).to_bytes(3, "little") + b"\0"
-    bomb = b"\x28\xb5\x2f\xfd\x00\x58" + block * 30_000 + b"\x03\x00\x00\0"
-    shard = ShardFile(shard_file(tmp_path / "s", [bomb] * 6), LAYOUT, 6)
+def in_header(field: int, value: int) -> Callable[[bytes], bytes]:
+    """Another number in the header of a chunk of blosc: 4 its bytes, 8 those of a block, 12 the compressed ones."""
+    return lambda chunk: chunk[:field] + value.to_bytes(4, "little") + chunk[field + 4 :]
+
+
+HEADERS = {
+    "it claims 2 GiB": in_header(4, 2**31 - 17),
+    "it claims one byte": in_header(4, 1),
+    "blocks of 2 GiB": in_header(8, 2**31 - 17),
+    "blocks of no byte": in_header(8, 0),
+    "it claims to be longer than the shard": in_header(12, 2**31 - 1),
+    "it claims to be shorter": in_header(12, 20),
+    "half a header": lambda chunk: chunk[:9],
+    "no header": lambda chunk: b"",
+}
+
+
+@pytest.mark.parametrize("change", HEADERS.values(), ids=HEADERS.keys())
+def test_a_chunk_of_a_false_header_is_refused_without_memory_for_it(
+    change: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    chunk = change(pack_chunk(np.zeros(LAYOUT.shape[1:], np.float16)))
+    shard = ShardFile(shard_file(tmp_path / "s", [chunk] * 6), LAYOUT, 6)
     with pytest.raises(DamageError), cheap(60):
         shard.read(0, 6)
 
 
 def test_damaged_chunks_with_right_checksums_kill_no_process(tmp_path: Path) -> None:
-    layout = ArrayLayout("a", (1, 16, 8, 8), "float16", 1, 1, "zstd")
+    layout = ArrayLayout("a", (1, 16, 8, 8), "float16", 1, 1, "blosc")
     rows = np.random.default_rng(0).standard_normal(layout.shape[1:]).astype(np.float16)
-    assert CODECS["zstd"]
-    intact, rng = bytes(CODECS["zstd"][1].encode(rows)), random.Random(0)
+    intact, rng = pack_chunk(rows), random.Random(0)
 
     def read_mutants() -> int:
         refused = 0

@@ -118,7 +118,7 @@ def test_rows_are_those_of_the_crop_at_the_place_of_the_image(stores: Path, sour
 
 
 def test_a_sample_is_stored_beside_the_mean_of_its_companion(source: Path, stores: Path, tmp_path: Path) -> None:
-    encode(with_companions("vae.keep=sample", "vae.flip=false", "store.codec=zstd"), source, tmp_path / "store")
+    encode(with_companions("vae.keep=sample", "vae.flip=false", "store.codec=blosc"), source, tmp_path / "store")
     store, moments = LatentStore(tmp_path / "store"), LatentStore(stores / "whole")
     for bucket in store.buckets:
         mean = moments.latents(bucket)[:][:, : store.spec.latent.channels]

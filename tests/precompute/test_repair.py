@@ -43,7 +43,7 @@ def added(tmp_path_factory: pytest.TempPathFactory) -> tuple[ImageSource, Path]:
 
 @pytest.fixture(scope="module")
 def flipped(tmp_path_factory: pytest.TempPathFactory) -> tuple[ImageSource, Path]:
-    return make_plain(tmp_path_factory.mktemp("flipped"), "vae.flip=true", "store.codec=zstd")
+    return make_plain(tmp_path_factory.mktemp("flipped"), "vae.flip=true", "store.codec=blosc")
 
 
 mended = functools.partial(checked, repair=True)

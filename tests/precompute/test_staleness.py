@@ -145,7 +145,7 @@ CHANGED: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], list[str]], str]] 
     "handling of colors": (code_with(pixels, "COLOUR", "as in an older release"), "images.colour is "),
     "store dtype": (recipe_with("store.dtype=float32"), "latent.dtype is 'float16' in the store, 'float32' now"),
     "shard size": (recipe_with("store.shard_mib=2"), "shard_mib is 1 in the store, 2 now"),
-    "codec": (recipe_with("store.codec=zstd"), "codec is 'none' in the store, 'zstd' now"),
+    "codec": (recipe_with("store.codec=blosc"), "codec is 'none' in the store, 'blosc' now"),
     "Pillow": (code_with(loading, "library_majors", major_99), "images.libraries.pillow is "),
     "torch": (code_with(model_files, "library_majors", major_99), "vae.libraries.torch is "),
 }

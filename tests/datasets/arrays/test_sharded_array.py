@@ -95,7 +95,7 @@ def test_rows_that_are_none_are_refused(tmp_path: Path) -> None:
                 array[key]
 
 
-@pytest.mark.parametrize(("codec", "way"), [("zstd", "window"), *(("none", way) for way in WAYS)])
+@pytest.mark.parametrize(("codec", "way"), [("blosc", "window"), *(("none", way) for way in WAYS)])
 def test_a_row_out_of_bounds_is_an_index_error(
     codec: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,7 +199,7 @@ def test_an_array_that_has_grown_is_read_by_its_row_numbers_whatever_a_row_measu
         np.testing.assert_array_equal(out, found)
 
 
-@pytest.mark.parametrize(("codec", "way"), [("zstd", "window"), *(("none", way) for way in WAYS)])
+@pytest.mark.parametrize(("codec", "way"), [("blosc", "window"), *(("none", way) for way in WAYS)])
 @pytest.mark.parametrize("touched", [False, True])
 def test_a_row_of_a_gap_is_refused_in_every_way(
     codec: str, way: str, touched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -252,19 +252,18 @@ def test_a_flip_of_any_bit_of_the_index_and_a_cut_shard_are_found(codec: str, tm
         ShardFile(path, layout, 4)
 
 
-@pytest.mark.parametrize(("codec", "way"), [("zstd", "window"), *(("none", way) for way in WAYS)])
-@pytest.mark.parametrize("empty", [0, 3])
-def test_a_shard_with_a_dropped_chunk_is_read_right(
-    codec: str, empty: int, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_shard_without_its_empty_chunks_is_refused(
+    codec: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # By default zarr-python drops chunks of the fill value, and all later ones move up: rows in place would shift.
     layout = small_array(codec, rows=4)
     values = np.ones(layout.shape, np.float16)
-    values[empty] = np.nan  # the fill value: zarr-python drops the chunk by default, and all later ones move up
-    values[[i for i in range(4) if i != empty]] = np.arange(3, dtype=np.float16)[:, None, None]
+    values[1] = np.nan
     write_array_with_zarr(tmp_path, layout, values, write_empty_chunks=False)
-    array = open_array(tmp_path, layout, way, monkeypatch)
-    np.testing.assert_array_equal(array.read(0, 4), values)
-    np.testing.assert_array_equal(array.take([3, 0, 1, 3, 2]), values[[3, 0, 1, 3, 2]])
+    with pytest.raises(DamageError, match="the index names missing chunks"):
+        open_array(tmp_path, layout, way, monkeypatch).read(0, 4)
 
 
 @pytest.mark.parametrize("way", WAYS)

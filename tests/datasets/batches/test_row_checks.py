@@ -41,11 +41,11 @@ def damaged(source: Path, work: Path) -> Damaged:
     return Damaged(source, root, epoch_of(root), shards)
 
 
-ZSTD = "store.codec=zstd"
+BLOSC = "store.codec=blosc"
 STORES = {
     "float16": ("vae.flip=true",),
-    "float32 means, int8 captions, zstd": ("store.dtype=float32", "vae.keep=mean", "store.text_dtype=int8", ZSTD),
-    "bfloat16 captions, zstd": ("vae.flip=true", "store.text_dtype=bfloat16", ZSTD),
+    "float32 means, int8 captions, blosc": ("store.dtype=float32", "vae.keep=mean", "store.text_dtype=int8", BLOSC),
+    "bfloat16 captions, blosc": ("vae.flip=true", "store.text_dtype=bfloat16", BLOSC),
 }
 
 

@@ -128,7 +128,7 @@ GROWN: dict[str, tuple[Callable[..., tuple[ImageSource, Path]], tuple[str, ...]]
     "only new images": (make_added, ("vae.flip=true",)),
     "images that are new, replaced and dropped": (make_grown, ()),
     "all views of such images": (make_grown, ("vae.flip=true", "images.variants=2")),
-    "compressed shards": (make_grown, ("store.codec=zstd",)),
+    "compressed shards": (make_grown, ("store.codec=blosc",)),
     "latents in int8": (make_grown, ("vae.keep=mean", "store.dtype=int8")),
 }
 

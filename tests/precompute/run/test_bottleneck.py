@@ -28,7 +28,7 @@ def test_the_stage_that_is_busy_longest_bounds_the_run(seconds: dict[str, float]
     times = stage_times(every, 1000, 4)
     assert bound_by(times) == bound
     for on_cpu in (True, False):
-        said = advice(times, on_cpu=on_cpu, codec="zstd")
+        said = advice(times, on_cpu=on_cpu, codec="blosc")
         assert [word for word in words if word not in said] == []
     assert "set store.codec 'none'" not in advice(times, on_cpu=True, codec="none")
 

@@ -55,8 +55,8 @@ def test_a_store_is_read_beside_a_gather_of_its_bytes(bench: Bench, label_store:
 def test_whatever_a_store_holds_is_read(
     kind: str, bench: Bench, caption_store: LatentStore, three_text_store: LatentStore, tmp_path: Path
 ) -> None:
-    stores = {"captions": caption_store.path, "three texts": three_text_store.path, "compressed": tmp_path / "zstd"}
-    make_store(tmp_path / "zstd", {"64x64": 9, "48x80": 6}, token_counts=[3, 5, 8], text_width=16, codec="zstd")
+    stores = {"captions": caption_store.path, "three texts": three_text_store.path, "compressed": tmp_path / "blosc"}
+    make_store(tmp_path / "blosc", {"64x64": 9, "48x80": 6}, token_counts=[3, 5, 8], text_width=16, codec="blosc")
     code, out, _ = bench(stores[kind], "--json", "--cold")
     assert code == 0
     assert all(min(json.loads(out)[measured][figure] for figure in FIGURES) > 0 for measured in ("warm", "cold"))

@@ -28,7 +28,7 @@ from leandit.datasets.store import LatentStore
 from leandit.errors import DamageError, ResourceError, StoreError
 from leandit.tools.export.compact import compact
 
-PACKED = ("vae.flip=true", "store.codec=zstd")
+PACKED = ("vae.flip=true", "store.codec=blosc")
 LITTER = ".leandit-tmp-"
 
 
