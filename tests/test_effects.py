@@ -156,9 +156,8 @@ optimizer.name lr lr_base_batch weight_decay
 schedule.kind warmup_steps
 ema.kind
 data.labels min_aspect max_aspect scores min_score leftovers window_shards check access batch_tokens
-data.holdout mixture stages
+data.holdout mixture
 data.mixture.store weight revision
-data.stages.steps store revision
 run.steps microbatch seed precision fp8 compile activation_checkpointing grad_clip checkpoint_every keep_checkpoints
 run.keep_every async_checkpoint prefetch remote_gib remote_folder log_every sample_every wandb revision
 run.skip_nonfinite allow_incomplete sample_shift
@@ -197,7 +196,7 @@ def test_every_key_is_always_read_or_has_a_condition(stage: str) -> None:
     assert always & conditional == set()
     assert keys - conditional == always
     tested = {override.partition("=")[0].replace("dinov2", "NAME") for _, _, override, _ in NO_EFFECT} | {*ANNOUNCED}
-    of_stores = ("data.mixture.", "data.stages.")  # the same keys as those of [data]
+    of_stores = ("data.mixture.",)  # the same keys as those of [data]
     if stage != "import":
         assert {key for key in conditional if not key.startswith(of_stores)} <= tested
 

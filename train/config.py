@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, mode
 from ..effects import check_overrides, unread_notes
 from ..errors import RecipeError
 from ..recipe import Caption, Count, Positive, Section, Share, load_recipe
-from .data_recipe import DataSection, SampleGuidance, SampleShift, StoreSection, Turn
+from .data_recipe import DataSection, SampleGuidance, SampleShift, StoreSection
 from .effects import CONDITIONS
 from .techniques.registry import ObjectiveSection, TechniqueSections, techniques_of
 
@@ -266,25 +266,22 @@ class TrainRecipe(TechniqueSections, _ModelRecipe):
         """The model is conditioned on captions, not on labels; only a DiT can take labels."""
         return not self.model.name.startswith(("DiT-", "DiTDH-")) or self.conditioning.kind == "caption"
 
-    def turns(self, store: Path | str | None) -> list[Turn]:
+    def store_sections(self, store: Path | str | None) -> list[StoreSection]:
         """The stores to train on: those that the recipe names, else the one of ``--store``.
 
         Raises: RecipeError: both, or neither.
         """
-        named = self.data.turns
-        if named and store is not None:
+        mixture = self.data.mixture
+        if mixture and store is not None:
             raise RecipeError(
-                f"--store '{store}': the recipe names its own, '{named[0].section.store}' first. Leave out --store, or "
-                "data.mixture and data.stages."
+                f"--store '{store}': the recipe names its own, '{mixture[0].store}' first. Leave out --store, or "
+                "data.mixture."
             )
         if store is not None:
-            own = {"store": str(store), "revision": self.run.revision}
-            named = [Turn(StoreSection(**own, **self.data.of_records), 0, None, 1.0)]
-        if not named:
-            raise RecipeError(
-                "no store to train on: expected --store PATH, or data.mixture or data.stages in the recipe."
-            )
-        return named
+            return [StoreSection(store=str(store), revision=self.run.revision, **self.data.of_records)]
+        if not mixture:
+            raise RecipeError("no store to train on: expected --store PATH, or data.mixture in the recipe.")
+        return mixture
 
     @model_serializer(mode="wrap")
     def _without_empty_tables(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -300,7 +297,7 @@ class TrainRecipe(TechniqueSections, _ModelRecipe):
 
 def _contradictions(recipe: TrainRecipe) -> Iterator[str]:
     """Where the sections of a recipe contradict each other, or themselves."""
-    if recipe.run.revision and recipe.data.turns:
+    if recipe.run.revision and recipe.data.mixture:
         yield "run.revision applies to --store; a store that the recipe names has a key revision of its own"
     has_null = recipe.conditioning.drop > 0 or recipe.lora.rank > 0  # adapters: as far as their base has learned it
     if recipe.run.sample_every and recipe.run.sample_guidance != 1 and not has_null:

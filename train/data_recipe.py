@@ -5,7 +5,7 @@ Nothing here imports torch, because recipes are checked before it is loaded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -83,15 +83,14 @@ class RecordsSection(Section):
         if not isinstance(values, dict):
             return values
         shared = {key: value for key, value in values.items() if key in RecordsSection.model_fields}
-        return values | {
-            name: [shared | inner if isinstance(inner, dict) else inner for inner in values[name]]
-            for name in ("mixture", "stages")
-            if isinstance(values.get(name), list)
-        }
+        mixture = values.get("mixture")
+        if not isinstance(mixture, list):
+            return values
+        return values | {"mixture": [shared | store if isinstance(store, dict) else store for store in mixture]}
 
     @model_validator(mode="after")
     def _scores_are_named(self) -> RecordsSection:
-        names_stores = getattr(self, "mixture", []) or getattr(self, "stages", [])  # then each of them is checked
+        names_stores = getattr(self, "mixture", [])  # then each of them is checked
         if self.min_score and not self.scores and not names_stores:
             raise ValueError("min_score needs scores, the Parquet file with a score for each record")
         return self
@@ -118,54 +117,10 @@ class StoreSection(RecordsSection):
     """Revision of the store; 0: the newest when the run starts, which the run then keeps."""
 
 
-class StageSection(RecordsSection):
-    """A stage of progressive training: a store, or a mixture."""
-
-    steps: Count = 0
-    """Steps of the stage; the last sets none and lasts until run.steps."""
-    store: str = ""
-    """Folder or URL, where the stage has one store."""
-    revision: Count = 0
-    """Revision of this store, as in a mixture."""
-    mixture: list[StoreSection] = Field(default=[])
-    """The stores, where there are several."""
-
-    @model_validator(mode="after")
-    def _has_one_store_or_a_mixture(self) -> StageSection:
-        if bool(self.store) == bool(self.mixture):
-            raise ValueError("a stage needs either store or mixture")
-        if self.revision and self.mixture:
-            raise ValueError("set revision for each store of the mixture instead")
-        return self
-
-    @property
-    def stores(self) -> list[StoreSection]:
-        """Its stores with their weights."""
-        return self.mixture or [StoreSection(store=self.store, revision=self.revision, **self.of_records)]
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A store, and when it trains.
-
-    Args:
-      start, stop: first global batch of its stage, and the one after the last; None: the stage does not end.
-      share: of the batches of the stage, 0 to 1.
-    """
-
-    section: StoreSection
-    start: int
-    stop: int | None
-    share: float
-
-    def has(self, step: int) -> bool:
-        """Whether a step, counted from 1, is of its stage."""
-        return self.start < step and (self.stop is None or step <= self.stop)
-
-    def batches(self, steps: int) -> float:
-        """Batches of the store in the first ``steps``, on average."""
-        stop = steps if self.stop is None else min(self.stop, steps)
-        return self.share * max(0, stop - self.start)
+def batch_shares(sections: Sequence[StoreSection]) -> list[float]:
+    """Share of the batches of each store of a mixture: its weight over the sum of all weights."""
+    total = sum(section.weight for section in sections)
+    return [section.weight / total for section in sections]
 
 
 class DataSection(RecordsSection):
@@ -187,27 +142,3 @@ class DataSection(RecordsSection):
     mixture: list[StoreSection] = Field(default=[])
     """Stores to train on together, each with a weight, instead of --store. Filter and caption keys beside it
     apply to all."""
-    stages: list[StageSection] = Field(default=[])
-    """Stores or mixtures to train on one after the other, instead of --store."""
-
-    @model_validator(mode="after")
-    def _stages_follow_each_other(self) -> DataSection:
-        if self.mixture and self.stages:
-            raise ValueError("either mixture or stages; a stage can have a mixture of its own, [[data.stages.mixture]]")
-        if not all(stage.steps for stage in self.stages[:-1]):
-            raise ValueError("stages: each but the last needs steps")
-        if self.stages and self.stages[-1].steps:
-            raise ValueError("stages: the last lasts until run.steps, leave out its steps")
-        return self
-
-    @property
-    def turns(self) -> list[Turn]:
-        """The stores that the recipe names, in order; none where ``--store`` names it."""
-        stages = [(stage.stores, stage.steps) for stage in self.stages] or [(self.mixture, 0)]
-        turns, start = list[Turn](), 0
-        for stores, steps in stages:
-            total = sum(section.weight for section in stores)
-            stop = start + steps if steps else None
-            turns += [Turn(section, start, stop, section.weight / total) for section in stores]
-            start += steps
-        return turns

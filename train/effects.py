@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .config import TrainRecipe
     from .data_recipe import RecordsSection
 
-RECORDS = ("data", "data.mixture", "data.stages", "data.stages.mixture")  # sections with keys of records
+RECORDS = ("data", "data.mixture")  # sections with keys of records
 POWER, EXPONENTIAL = 'ema.kind = "power"', 'ema.kind = "exponential"'
 FLOW = 'objective.kind = "flow"'
 LOGIT_NORMAL = 'objective.time = "logit_normal"'
@@ -50,7 +50,7 @@ def _any_records(has: Callable[[RecordsSection], Any]) -> Callable[[TrainRecipe,
     def is_read(recipe: TrainRecipe, section: RecordsSection) -> bool:
         sections = [section]
         if section is recipe.data:
-            sections += [turn.section for turn in recipe.data.turns]
+            sections += recipe.data.mixture
         return any(has(records) for records in sections)
 
     return is_read

@@ -66,11 +66,11 @@ class PlannedBatch:
 
 
 class BatchOrder(Protocol):
-    """An endless sequence of global batches, each a function of its number: a plan, a mixture or stages. They nest."""
+    """An endless sequence of global batches, each a function of its number: a plan, or a mixture of plans."""
 
     @property
     def plans(self) -> tuple[BatchPlan, ...]:
-        """The nested plans, depth first; ``PlannedBatch.plan`` is an index into them. Each reads one store."""
+        """The plans; ``PlannedBatch.plan`` is an index into them. Each reads one store."""
         ...
 
     def batches(self, first: int, count: int) -> list[PlannedBatch]:

@@ -30,7 +30,7 @@ from leandit.datasets.format.schema import Decoding
 from leandit.datasets.loader import BatchStream, make_loader
 from leandit.datasets.order.batch_plan import BatchPlan
 from leandit.datasets.order.filters import RecordFilter
-from leandit.datasets.order.mixture import Mixture, Stages
+from leandit.datasets.order.mixture import Mixture
 from leandit.datasets.store import LatentStore
 from leandit.errors import RecipeError, RunError
 
@@ -284,11 +284,10 @@ def test_stores_of_other_latents_or_captions_are_not_mixed(
         (caption_store, label_store, r"caption width \d+ and no captions.*text='none'"),
     ]:
         plans = [BatchPlan(store.buckets, 4, 0) for store in (one, other)]
-        for order in (Mixture([(plans[0], 1), (plans[1], 1)], seed=0), Stages([(plans[0], 5), (plans[1], None)])):
-            with pytest.raises(RecipeError, match=said) as caught:
-                BatchReader([one, other], order)
-            assert str(one.path) in str(caught.value)
-            assert str(other.path) in str(caught.value)
+        with pytest.raises(RecipeError, match=said) as caught:
+            BatchReader([one, other], Mixture([(plans[0], 1), (plans[1], 1)], seed=0))
+        assert str(one.path) in str(caught.value)
+        assert str(other.path) in str(caught.value)
     plans = [BatchPlan(caption_store.buckets, 4, seed) for seed in (0, 1)]
     mixture = Mixture([(plans[0], 1), (plans[1], 1)], seed=0)
     BatchReader([caption_store, captions], mixture, gatherer=Gatherer([caption_store, captions], texts=[]))
@@ -301,20 +300,23 @@ def test_stores_of_other_latents_or_captions_are_not_mixed(
 
 def test_each_plan_of_a_store_has_draws_of_its_own_seed(label_store: LatentStore) -> None:
     one, two = (BatchPlan(label_store.buckets, 15, seed) for seed in (1, 2))
-    stages = Stages([(one, 1), (two, None)])
+    mixture = Mixture([(one, 1), (two, 1)], seed=0)  # each has one batch an epoch
+    numbers = [next(number for number in range(2) if mixture.part_of(number)[0] == part) for part in range(2)]
 
     def keys(reader: BatchReader, number: int) -> dict[int, int]:
         batch = reader[number]
         assert batch.draw_keys is not None
         return dict(zip(batch.records.tolist(), batch.draw_keys.tolist(), strict=True))
 
-    reader = BatchReader([label_store] * 2, stages)
-    assert [keys(reader, 0), keys(reader, 1)] == [keys(BatchReader([label_store], plan), 0) for plan in (one, two)]
+    reader = BatchReader([label_store] * 2, mixture)
+    assert [keys(reader, number) for number in numbers] == [
+        keys(BatchReader([label_store], plan), 0) for plan in (one, two)
+    ]
     assert keys(reader, 0) != keys(reader, 1)
-    given = BatchReader([label_store] * 2, stages, resolver=Resolver([label_store] * 2, stages.plans, seed=7))
+    given = BatchReader([label_store] * 2, mixture, resolver=Resolver([label_store] * 2, mixture.plans, seed=7))
     assert keys(given, 0) == keys(given, 1)
     state = BatchStream(reader).state_dict()
-    BatchStream(BatchReader([label_store] * 2, stages)).load_state_dict(state)
+    BatchStream(BatchReader([label_store] * 2, mixture)).load_state_dict(state)
     with pytest.raises(RunError, match=r"draw_seed: was \[1, 2\], is now 7"):
         BatchStream(given).load_state_dict(state)
 

@@ -52,9 +52,9 @@ def check_trainable(recipe: TrainRecipe, store: str | None) -> None:
     """Raise if no store is named, or a local one is missing. Raises: RecipeError, StoreError."""
     from ...datasets.revisions.catalog import check_store
 
-    for turn in recipe.turns(store):
-        if not is_url(turn.section.store) and not any(name in os.environ for name in RANKS):
-            check_store(Path(turn.section.store))
+    for section in recipe.store_sections(store):
+        if not is_url(section.store) and not any(name in os.environ for name in RANKS):
+            check_store(Path(section.store))
 
 
 def check_run(run: Path) -> None:

@@ -37,7 +37,7 @@ from ...precompute.run.rejects import count_reasons
 from ...precompute.sources.several import SourcePaths, list_sources
 from ...recipe import to_toml
 from ...train.config import TrainRecipe, notes
-from ...train.data_recipe import Turn
+from ...train.data_recipe import StoreSection, batch_shares
 from ...train.metrics.flops import shortened
 from ...train.models.build import build_model, check_model_name
 from ...train.models.diffusers.adapters import trained_parameters
@@ -222,9 +222,9 @@ def describe_train(recipe: TrainRecipe, store_path: Path | str | None, device: t
         refusal = refusal or str(error)
     if refusal:
         return _text(shown, [*rows, ("cannot run yet", refusal)])
-    if store_path is None and not recipe.data.turns:
+    if store_path is None and not recipe.data.mixture:
         return _text(shown, [*rows, ("store", "pass --store to check that the model fits it")])
-    turns, stores = recipe.turns(store_path), open_stores(recipe, store_path, Path(), None, lambda _: None)
+    sections, stores = recipe.store_sections(store_path), open_stores(recipe, store_path, Path(), None, lambda _: None)
     spec, _ = model_for_stores(recipe, stores)
     with torch.device("meta"):
         model = build_model(spec, seed=0)
@@ -236,8 +236,8 @@ def describe_train(recipe: TrainRecipe, store_path: Path | str | None, device: t
         ("memory", "see 'leandit plan train'"),
         ("run", f"{recipe.run.steps:,} steps of {recipe.run.global_batch:,} images"),
     ]
-    for turn, store in zip(turns, stores, strict=True):
-        rows += [("", ""), ("store", _turn(turn, store, recipe)), *_bucket_rows(store.buckets)[1:]]
+    for section, share, store in zip(sections, batch_shares(sections), stores, strict=True):
+        rows += [("", ""), ("store", _store_text(section, share, store, recipe)), *_bucket_rows(store.buckets)[1:]]
         if store.remote:
             folder = store.remote.store.parent
             size = f"{readable_size(mirror_size(recipe, store))} at most (run.remote_gib)"
@@ -245,16 +245,19 @@ def describe_train(recipe: TrainRecipe, store_path: Path | str | None, device: t
     return _text(shown, rows)
 
 
-def _turn(turn: Turn, store: LatentStore, recipe: TrainRecipe) -> str:
-    """What a store holds, when it trains, and how often, where no filter or ``data.batch_tokens`` changes that."""
-    run, epochs = recipe.run, ""
-    if not (recipe.data.batch_tokens or turn.section.has_filter):
+def _store_text(section: StoreSection, share: float, store: LatentStore, recipe: TrainRecipe) -> str:
+    """What a store holds, its share of the batches, and its epochs unless a filter or ``data.batch_tokens`` decides.
+
+    Args:
+      share: of the batches, 0 to 1.
+    """
+    text = f"'{section.store}', {len(store):,} records"
+    if share < 1:
+        text += f", {share:.4g} of the batches"
+    if not (recipe.data.batch_tokens or section.has_filter):
         trained = max(1, len(store) * (1 - recipe.data.holdout))
-        epochs = f": {turn.batches(run.steps) * run.global_batch / trained:,.1f} epochs"
-    stop = run.steps if turn.stop is None else min(turn.stop, run.steps)
-    when = f"steps {turn.start + 1:,} to {stop:,}" if turn.start < stop else "after the last step"
-    share = f", {turn.share:.4g} of the batches" if turn.share < 1 else ""
-    return f"'{turn.section.store}', {len(store):,} records, {when}{share}{epochs}"
+        text += f": {share * recipe.run.steps * recipe.run.global_batch / trained:,.1f} epochs"
+    return text
 
 
 def _with_ds_config(recipe: TrainRecipe, device: torch.device) -> tuple[TrainRecipe, list[str], str | None]:

@@ -12,6 +12,7 @@ from ...datasets.format.buckets import bucket_size
 from ...datasets.format.schema import FeatureSpec, StoreSpec, TextSpec
 from ...datasets.store import LatentStore
 from ...train.config import TrainRecipe
+from ...train.data_recipe import batch_shares
 from ...train.metrics.flops import latent_size_of, tokens_per_image, train_flops
 from ...train.models.build import FAMILIES, family_of
 from ...train.models.spec import ModelSpec
@@ -87,12 +88,13 @@ def workload_of_stores(recipe: TrainRecipe, path: Path | str | None) -> Training
       path: of the store; None where the recipe names its stores.
     Raises: StoreError, RecipeError, RunError: as training does.
     """
-    turns, buckets, shares = recipe.turns(path), Counter[str](), Counter[str]()
+    store_shares = batch_shares(recipe.store_sections(path))
+    buckets, shares = Counter[str](), Counter[str]()
     changed = recipe.model_copy(update={"run": recipe.run.model_copy(update={"allow_incomplete": True})})
     stores = open_stores(changed, path, Path(), None, lambda _: None)
-    for turn, store in zip(turns, stores, strict=True):
+    for share, store in zip(store_shares, stores, strict=True):
         buckets.update(store.buckets)
-        weight = turn.batches(recipe.run.steps) / max(1, len(store))
+        weight = share * recipe.run.steps / max(1, len(store))
         shares.update({bucket: weight * count for bucket, count in store.buckets.items()})  # pyright: ignore
     spec, largest = model_for_stores(recipe, stores)
     features = [one for one in largest.spec.features if one.name in features_of(recipe)]

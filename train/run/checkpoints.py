@@ -43,7 +43,7 @@ from ..weights.checkpoint import (
 )
 from ..weights.folders import RECIPE, RUN, SAMPLES, knows_null
 from ..weights.init_from import FrozenWeights
-from .data import buckets_at
+from .data import buckets_of_stores
 from .manifest import new_manifest, store_read
 from .state import Run
 
@@ -230,7 +230,7 @@ def capture(run: Run, kinds: Sequence[str], *, interrupted: bool = False) -> lis
     from_first(run.ranks, lambda: _check_finite(is_finite, step))
     if not run.ranks.is_first:
         return []
-    extra = run.extra | {"buckets": buckets_at(recipe.data, run.stores, step)}
+    extra = run.extra | {"buckets": buckets_of_stores(run.stores)}
     null = {"embedding": run.conditioner.null_caption, "pooled": run.conditioner.null_pooled}
     kept = {name: tensor.cpu() for name, tensor in null.items() if tensor is not None}
     state = model_state(engine.model)

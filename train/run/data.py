@@ -22,11 +22,11 @@ from ...datasets.loader import check_not_empty, shard_window
 from ...datasets.order.batch_plan import BatchOrder, BatchPlan
 from ...datasets.order.caption_odds import CaptionOdds
 from ...datasets.order.filters import RecordFilter, ScoreTable
-from ...datasets.order.mixture import Mixture, Stages
+from ...datasets.order.mixture import Mixture
 from ...datasets.order.slices import batch_sizes_by_tokens
 from ...datasets.store import LatentStore
 from ..config import TrainRecipe
-from ..data_recipe import DataSection, RecordsSection, StoreSection
+from ..data_recipe import DataSection, RecordsSection
 from ..models.build import pixels_per_token
 from ..models.conditioning import join_texts, null_length
 from ..models.spec import ModelSpec
@@ -54,7 +54,7 @@ def build_stream(
     Raises: RecipeError: a filter leaves no record, one image exceeds ``data.batch_tokens``, or there is no batch;
       RunError: a store has no records.
     """
-    sections = [turn.section for turn in recipe.data.turns] or [recipe.data]
+    sections = recipe.data.mixture or [recipe.data]
     plans = [
         store_plan(recipe, section, store, spec, recipe.run.seed + number, warn)
         for number, (section, store) in enumerate(zip(sections, stores, strict=True))
@@ -96,7 +96,7 @@ def texts_read(spec: ModelSpec, store: StoreSpec) -> list[str]:
 
 
 def batch_order(data: DataSection, plans: Sequence[BatchPlan], seed: int) -> BatchOrder:
-    """The order that a recipe asks for: a plan, a mixture of plans, or stages of both.
+    """The order that a recipe asks for: a plan, or a mixture of plans.
 
     Args:
       plans: one for each store that the recipe names, in order, else the only one.
@@ -104,15 +104,8 @@ def batch_order(data: DataSection, plans: Sequence[BatchPlan], seed: int) -> Bat
     """
     if len(plans) == 1:
         return plans[0]
-    remaining = iter(plans)
-
-    def mixed(stores: Sequence[StoreSection]) -> BatchOrder:
-        parts = [(next(remaining), section.weight) for section in stores]
-        return parts[0][0] if len(parts) == 1 else Mixture(parts, seed)
-
-    if data.mixture:
-        return mixed(data.mixture)
-    return Stages([(mixed(stage.stores), stage.steps or None) for stage in data.stages])
+    weights = [section.weight for section in data.mixture]
+    return Mixture(list(zip(plans, weights, strict=True)), seed)
 
 
 def store_plan(
@@ -202,11 +195,9 @@ def longest_caption(spec: ModelSpec, store: StoreSpec) -> int:
     return spec.joined_tokens or (store.text.max_tokens if store.text else 0)
 
 
-def buckets_at(data: DataSection, stores: Sequence[LatentStore], step: int) -> dict[str, int]:
-    """Records of each bucket that trains at a step, over the stores of its stage."""
-    turns = data.turns
-    training = [store for store, turn in zip(stores, turns, strict=True) if turn.has(step)] if turns else stores
-    return dict(sum((Counter(store.buckets) for store in training), Counter()))
+def buckets_of_stores(stores: Sequence[LatentStore]) -> dict[str, int]:
+    """Records of each bucket, over all stores."""
+    return dict(sum((Counter(store.buckets) for store in stores), Counter()))
 
 
 def endless(stream: BatchStream) -> Iterator[Batch]:

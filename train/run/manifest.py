@@ -171,7 +171,7 @@ def open_stores(
     Raises: RecipeError: no store is named, or two ways; StoreError; RunError: it is another store, or it no longer has
       the revision.
     """
-    sections = [turn.section for turn in recipe.turns(path)]
+    sections = recipe.store_sections(path)
     known = manifest.stores if manifest else []
     if manifest and len(known) != len(sections):
         raise RunError(

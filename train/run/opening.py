@@ -79,8 +79,8 @@ def open_run(
     )
     run.changed = changed
     run.reads = [
-        store_read(folder, store, turn.section.store, recipe.run.remote_folder)
-        for turn, store in zip(recipe.turns(store_path), stores, strict=True)
+        store_read(folder, store, section.store, recipe.run.remote_folder)
+        for section, store in zip(recipe.store_sections(store_path), stores, strict=True)
     ]
     own_subjects(run)  # raises if a store does not have them
     evaluation = Evaluation(run, warn) if recipe.data.holdout and recipe.run.evaluate_every else None

@@ -62,11 +62,8 @@ RULES = (  # the first one that matches decides
     Rule("conditioning.drop", "by option"),
     Rule("conditioning.*", "never", _MODEL),
     # Stores may move; they are known by their root hashes.
-    *(
-        Rule(f"data.{place}{key}", "always")
-        for place in ("mixture.[0-9]*.", "stages.[0-9]*.", "stages.[0-9]*.mixture.[0-9]*.")
-        for key in ("store", "revision")
-    ),
+    Rule("data.mixture.[0-9]*.store", "always"),
+    Rule("data.mixture.[0-9]*.revision", "always"),
     Rule("data.check", "always"),
     Rule("data.access", "always"),
     Rule("data.*", "never", _ORDER),

@@ -35,7 +35,7 @@ from ..techniques.technique import Technique
 from ..weights.folders import knows_null
 from ..weights.init_from import FrozenWeights, hash_of, initial_weights
 from ..weights.sources import lasting_source, read_snapshot, source_warnings
-from .data import buckets_at, build_stream, null_captions, stored_null
+from .data import buckets_of_stores, build_stream, null_captions, stored_null
 from .fit import model_for_stores
 from .manifest import StoreRead
 
@@ -139,7 +139,7 @@ class Run:
             spec,
             latent=latent,
             place=store.path,
-            buckets=buckets_at(recipe.data, stores, 1),
+            buckets=buckets_of_stores(stores),
             root_hashes=[each.root_hash for each in stores],
             base_knows_null=adapts_a_null(recipe),
         )

@@ -137,7 +137,10 @@ MISTAKES = {  # the command, its exit code, and what its line begins with and ho
     "train dit-s-2-256": (2, "train: expected --store PATH and --run PATH"),
     "train dit-s-2-256 --store nope --run r": (3, "store 'nope': ", "leandit precompute"),
     "train dit-s-2-256 --store a --run r --set data.mixture=[{store='b'}]": (2, "--store 'a': the recipe names"),
-    "train dit-s-2-256 --run r --set data.stages=[{store='../three'},{store='../four'}]": (2, "recipe 'dit-s-2-256': "),
+    "train dit-s-2-256 --run r --set data.mixture=[{store='../three',weight=0},{store='../four'}]": (
+        2,
+        "recipe 'dit-s-2-256': ",
+    ),
     "train dit-s-2-256 --set optimizer.lrr=1 --dry-run": (2, "recipe", "optimizer.lrr", "optimizer.lr'"),
     "train dit-s-2-256 --set run.steps=many --dry-run": (2, "recipe", "run.steps", "many"),
     "sample nope --out o": (3, "run 'nope': ", "Train first"),
@@ -491,12 +494,12 @@ def test_a_recipe_that_names_its_stores_needs_no_store(leandit: Leandit) -> None
     for name, buckets in (("photos", {"32x32": 12}), ("art", {"32x64": 6})):
         make_store(Path(name), buckets, num_classes=3)
     parts = 'mixture = [{ store = "photos" }, { store = "art", weight = 3 }]'
-    Path("both.toml").write_text(f'[[data.stages]]\nstore = "photos"\nsteps = 1\n[[data.stages]]\n{parts}\n')
+    Path("both.toml").write_text(f"[data]\n{parts}\n")
     ended = leandit("train", "both.toml", *TINY, "--run", "run", "--device", "cpu")
     assert (ended.code, "6 of 6" in ended.out) == (0, True), ended.err
     assert "nothing to do" in leandit("train", "run/recipe.toml", "--run", "run", "--device", "cpu").out
     shown = leandit("train", "both.toml", *TINY, "--dry-run", "--device", "cpu")
-    assert "'art', 6 records, steps 2 to 6, 0.75 of the batches" in shown.out
+    assert "'art', 6 records, 0.75 of the batches" in shown.out
     for words in (["train", "both.toml", "--run", "other"], ["plan", "train", "both.toml"]):
         refused = leandit(*words, "--store", "art")
         assert (refused.code, "the recipe names its own, 'photos' first" in refused.err) == (2, True)

@@ -88,7 +88,7 @@ def test_a_grid_while_training_shows_held_out_images_beside_their_edits(
     store: LatentStore, edited: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run.open(train_recipe("qwen-image-tiny", *EDITS), [store], CPU, print)
-    subjects = choose_subjects(run, 0, 2)
+    subjects = choose_subjects(run, 2)
     held_out = run.loader.reader.order.plans[0].selection.held_out
     (bucket,) = {
         name for name in store.buckets if latent_size_of(name, store.spec.latent) == subjects.reference.shape[2:]
@@ -117,7 +117,7 @@ def test_images_to_edit_are_of_a_bucket_that_the_store_trains(store: LatentStore
         run = Run.open(train_recipe("qwen-image-tiny", *settings, aspect), [store], CPU, print)
         counts = run.loader.reader.order.plans[0].selection.counts
         bucket = max(counts, key=lambda name: counts[name])
-        subjects = choose_subjects(run, 0, 50)
+        subjects = choose_subjects(run, 50)
         assert len(subjects.names) == counts[bucket] > 0
         assert subjects.reference.shape[2:] == latent_size_of(bucket, store.spec.latent)
         assert (bucket == common) == (counts.get(common, 0) > 0)
@@ -201,7 +201,7 @@ def test_a_damaged_companion_is_never_edited(store: LatentStore, edited: Path, t
     }
     request = SampleRequest(count=2, steps=2, vae="shipped:vae", store=tmp_path / "store")
     sampler = open_sampler(edited, request, CPU)
-    whole = {check: choose_subjects(run, 0, 2).reference for check, run in runs.items()}
+    whole = {check: choose_subjects(run, 2).reference for check, run in runs.items()}
     sampler.subjects.references([0, 1])
     for bucket in store.buckets:
         array = store.companion("edit", bucket)
@@ -213,8 +213,8 @@ def test_a_damaged_companion_is_never_edited(store: LatentStore, edited: Path, t
                 shard.seek(-1, os.SEEK_CUR)
                 shard.write(bytes([byte[0] ^ 4]))
     with pytest.raises(DamageError, match="does not match its checksum"):
-        choose_subjects(runs["first"], 0, 2)
-    assert not torch.equal(choose_subjects(runs["never"], 0, 2).reference, whole["never"])
+        choose_subjects(runs["first"], 2)
+    assert not torch.equal(choose_subjects(runs["never"], 2).reference, whole["never"])
     with pytest.raises(DamageError, match="does not match its checksum"):
         sampler.subjects.references([0, 1])
 

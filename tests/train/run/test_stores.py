@@ -1,4 +1,4 @@
-"""Runs over several stores, as the recipe names them: shares, stages, resuming, and what is refused."""
+"""Runs over several stores, as the recipe names them: shares, resuming, and what is refused."""
 
 from __future__ import annotations
 
@@ -37,18 +37,7 @@ weight = 0.7
 store = "art"
 weight = 0.3
 """
-STAGES = """
-[[data.stages]]
-store = "photos"
-steps = 4
-
-[[data.stages]]
-steps = 3
-mixture = [{ store = "photos" }, { store = "large", weight = 2 }]
-
-[[data.stages]]
-store = "large"
-"""
+SIZES_MIXTURE = '[data]\nmixture = [{ store = "photos" }, { store = "large", weight = 3 }]\n'
 BUCKETS = {"photos": {"32x32": 24}, "art": {"32x32": 6, "32x64": 9}, "large": {"64x64": 10}}
 
 
@@ -88,23 +77,21 @@ def assert_equal_bits(one: str, other: str, step: int) -> None:
     assert states[0] == states[1]
 
 
-def test_stages_change_at_their_steps_and_their_snapshots_know_their_buckets(here: Path) -> None:
-    outcome, seen = run_to(recipe_of(STAGES, "run.steps=9", "run.checkpoint_every=1"))
+def test_the_snapshots_of_a_mixture_know_the_buckets_of_all_stores(here: Path) -> None:
+    outcome, seen = run_to(recipe_of(MIXTURE, "run.steps=10", "run.checkpoint_every=5"))
     assert outcome.finished
-    assert [bucket for _, bucket in seen[:4]] == ["32x32"] * 4
-    assert Counter(store for store, _ in seen[4:7]) == {1: 1, 2: 2}
-    assert seen[7:] == [(3, "64x64")] * 2
-    buckets = [checkpoint.read(Path(f"run/snapshot-{step}")).state["buckets"] for step in (4, 5, 7, 8)]
-    both = {"32x32": 24, "64x64": 10}
-    assert buckets == [{"32x32": 24}, both, both, {"64x64": 10}]
+    assert Counter(store for store, _ in seen) == {0: 7, 1: 3}
+    for step in (5, 10):
+        buckets = checkpoint.read(Path(f"run/snapshot-{step}")).state["buckets"]
+        assert buckets == {"32x32": 24 + 6, "32x64": 9}
 
 
-def test_the_model_is_made_for_the_largest_images_whichever_stage_they_are_in(here: Path) -> None:
+def test_the_model_is_made_for_the_largest_images_whichever_store_they_are_in(here: Path) -> None:
     for side_px in (32, 64):
         make_store(Path(f"{side_px}"), {f"{side_px}x{side_px}": 8}, num_classes=3, resolution_px=side_px)
     for first, second in (("32", "64"), ("64", "32")):
-        stages = f"data.stages=[{{store='{first}', steps=1}}, {{store='{second}'}}]"
-        _, seen = run_to(recipe_of("", stages, "run.steps=2"), f"run-{first}")
+        mixture = f"data.mixture=[{{store='{first}'}}, {{store='{second}'}}]"
+        _, seen = run_to(recipe_of("", mixture, "run.steps=2"), f"run-{first}")
         assert {bucket for _, bucket in seen} == {"32x32", "64x64"}
         assert json.loads(Path(f"run-{first}/run.json").read_text())["spec"]["base_size"] == 64 // 8
 
@@ -127,23 +114,21 @@ def test_a_store_has_the_filter_that_stands_with_it_else_that_of_the_section(her
 
 
 def test_a_resolved_recipe_is_read_back_as_it_was(here: Path) -> None:
-    for text in ("[data]\nmax_aspect = 2.0\n" + MIXTURE, STAGES):
+    for text in ("[data]\nmax_aspect = 2.0\n" + MIXTURE, SIZES_MIXTURE):
         recipe = recipe_of(text, "data.min_aspect=0.5")
-        assert {turn.section.min_aspect for turn in recipe.turns(None)} == {0.5}
+        assert {section.min_aspect for section in recipe.store_sections(None)} == {0.5}
         Path("again.toml").write_text(to_toml(recipe))
         assert load("again.toml", []) == recipe == parse_recipe("dumped", TrainRecipe, recipe.model_dump())
         again = load("again.toml", ["data.min_aspect=0.7"])
-        assert {turn.section.min_aspect for turn in again.turns(None)} == {0.7}
+        assert {section.min_aspect for section in again.store_sections(None)} == {0.7}
     recipe = recipe_of("[data]\nmin_score = 2.0\n" + MIXTURE.replace("weight", 'scores = "s.parquet"\nweight'))
-    assert [turn.section.min_score for turn in recipe.turns(None)] == [2.0, 2.0]
+    assert [section.min_score for section in recipe.store_sections(None)] == [2.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    ("text", "step"), [(MIXTURE, 3), (STAGES, 7), *(pytest.param(STAGES, n, marks=pytest.mark.slow) for n in (3, 4))]
-)
-def test_a_killed_run_goes_on_bit_for_bit(text: str, step: int, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the stage changes; the checkpoint is two steps old."""
-    recipe = recipe_of(text, "run.steps=9", "run.checkpoint_every=2", "run.async_checkpoint=false")
+@pytest.mark.parametrize("step", [3, pytest.param(4, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.slow)])
+def test_a_killed_run_goes_on_bit_for_bit(step: int, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint is up to two steps old."""
+    recipe = recipe_of(MIXTURE, "run.steps=9", "run.checkpoint_every=2", "run.async_checkpoint=false")
     _, whole = run_to(recipe, "whole")
     take = loop.train_step
 
@@ -198,11 +183,6 @@ def test_a_store_is_named_once(here: Path) -> None:
 
 
 CONTRADICTIONS = (
-    (MIXTURE + STAGES, "either mixture or stages"),
-    (STAGES.replace("steps = 4", ""), "stages: each but the last needs steps"),
-    (STAGES + "steps = 4", "the last lasts until run.steps, leave out its steps"),
-    ("[[data.stages]]\nsteps = 4\n" + STAGES, r"'data\.stages\.0': a stage needs either store or mixture"),
-    (STAGES.replace("steps = 3", "steps = 3\nrevision = 2"), "set revision for each store"),
     (MIXTURE.replace("0.3", "0"), r"data\.mixture\.1\.weight.*greater than 0"),
     (MIXTURE.replace("weight", "wieght"), r"data\.mixture\.0\.wieght', did you mean 'data\.mixture\.weight'"),
     ("[run]\nrevision = 2\n" + MIXTURE, r"run\.revision applies to --store"),
@@ -289,24 +269,19 @@ def test_stores_of_other_encoders_or_classes_are_refused_where_they_are_read(her
 
 
 def test_the_memory_is_planned_for_the_largest_bucket_and_the_time_for_all(here: Path) -> None:
-    workload = workload_of_stores(recipe_of(STAGES, "run.steps=10"), None)
+    workload = workload_of_stores(recipe_of(SIZES_MIXTURE, "run.steps=10"), None)
     assert workload.largest_bucket == "64x64"
-    assert workload.buckets == {"32x32": 48, "64x64": 20}
-    assert workload.shares == pytest.approx({"32x32": 4 + 1, "64x64": 2 + 3})
+    assert workload.buckets == {"32x32": 24, "64x64": 10}
+    assert workload.shares == pytest.approx({"32x32": 2.5, "64x64": 7.5})
     alone = {name: workload_of_stores(recipe_of("", "run.steps=10"), name) for name in ("photos", "large")}
-    assert workload.flops == pytest.approx((alone["photos"].flops + alone["large"].flops) / 2)
+    assert workload.flops == pytest.approx(alone["photos"].flops / 4 + alone["large"].flops * 3 / 4)
 
 
-def test_a_dry_run_says_when_each_store_trains(here: Path) -> None:
-    lines = describe_train(recipe_of(STAGES, "run.steps=10"), None, CPU).splitlines()
+def test_a_dry_run_says_what_each_store_has_of_the_batches(here: Path) -> None:
+    lines = describe_train(recipe_of(SIZES_MIXTURE, "run.steps=10"), None, CPU).splitlines()
     stores = [line.removeprefix("store").strip() for line in lines if line.startswith("store  ")]
     assert stores == [
-        "'photos', 24 records, steps 1 to 4: 0.7 epochs",
-        "'photos', 24 records, steps 5 to 7, 0.3333 of the batches: 0.2 epochs",
-        "'large', 10 records, steps 5 to 7, 0.6667 of the batches: 0.8 epochs",
-        "'large', 10 records, steps 8 to 10: 1.2 epochs",
+        "'photos', 24 records, 0.25 of the batches: 0.4 epochs",
+        "'large', 10 records, 0.75 of the batches: 3.0 epochs",
     ]
-    assert "'large', 10 records, after the last step: 0.0 epochs" in describe_train(
-        recipe_of(STAGES, "run.steps=5"), None, CPU
-    )
-    assert "epochs" not in describe_train(recipe_of(STAGES, "run.steps=10", "data.labels=[0]"), None, CPU)
+    assert "epochs" not in describe_train(recipe_of(SIZES_MIXTURE, "run.steps=10", "data.labels=[0]"), None, CPU)

@@ -76,7 +76,7 @@ def plan_train(
     from ...terminal.progress import ProgressLine
 
     loaded = load(recipe, overrides or [])
-    if not (store or resolution or loaded.data.turns):
+    if not (store or resolution or loaded.data.mixture):
         raise RecipeError("plan train: expected --store PATH, or --resolution PX where there is no store yet.")
     loaded, changes = with_ds_config(loaded, gpus)
     workload = workload_at_resolution(loaded, resolution) if resolution else workload_of_stores(loaded, store)

@@ -60,7 +60,7 @@ def train(
     continued = [_key_of(setting) for setting in continue_with or []]
     loaded = load(recipe, [*(overrides or []), *(continue_with or [])])
     check_continued(continued)
-    names_store = bool(store or loaded.data.turns)
+    names_store = bool(store or loaded.data.mixture)
     if dry_run:
         from ...plan.dry_run import describe_train
 

@@ -127,20 +127,19 @@ def draw_grid(run: Run, subjects: Subjects, size: tuple[int, int]) -> Tensor:
     return drawn
 
 
-def choose_subjects(run: Run, number: int, count: int, own: Subjects | None = None) -> Subjects:
-    """Subjects of a grid, spread evenly over a store: its captions or classes, or records of one bucket to edit.
+def choose_subjects(run: Run, count: int, own: Subjects | None = None) -> Subjects:
+    """Subjects of a grid, spread evenly over the first store: captions or classes, or records of one bucket to edit.
 
     Captions and records are held-out ones where there are any, else any that train.
 
     Args:
-      number: of the store.
       count: of images; fewer where there are fewer captions or records, while classes come again.
       own: captions instead; each edits the next record.
     """
-    reader, turns = run.loader.reader, run.recipe.data.turns
-    store, selection = reader.stores[number], reader.order.plans[number].selection
+    reader, mixture = run.loader.reader, run.recipe.data.mixture
+    store, selection = reader.stores[0], reader.order.plans[0].selection
     if not run.spec.takes_text:
-        names = (turns[number].section if turns else run.recipe.data).labels
+        names = (mixture[0] if mixture else run.recipe.data).labels
         labels = label_indices(names, store) if names else range(max(1, store.num_classes))
         chosen = [int(labels[place]) for place in np.resize(spread(len(labels), count), count)]
         return Subjects([f"{label}: {store.class_names.describe(label)}" for label in chosen], labels=chosen)
@@ -155,7 +154,7 @@ def choose_subjects(run: Run, number: int, count: int, own: Subjects | None = No
     counts = {bucket: len(positions) for bucket, positions in held_out.items()} or trained
     bucket = max(counts, key=lambda name: counts[name])
     check = run.recipe.data.check != "never"
-    records = EditRecords(store, run.spec.reference, bucket, reader.latent_specs[number], check=check)
+    records = EditRecords(store, run.spec.reference, bucket, reader.latent_specs[0], check=check)
     positions = held_out[bucket] if held_out else selection.positions[bucket] if selection else None
     positions = np.arange(len(records)) if positions is None else positions  # all
     count = len(own.names) if own else min(count, len(positions))

@@ -24,7 +24,7 @@ from ....datasets.batches.latents import keyed_noise
 from ....datasets.batches.resolve import ResolvedBatch
 from ....datasets.order.shuffle import mix
 from ....errors import RecipeError
-from ...data_recipe import Objective
+from ...data_recipe import Objective, batch_shares
 from ...metrics.flops import latent_size_of, tokens_per_image
 from ...metrics.history import NUM_TIMES, OFFSETS, HeldOutLoss
 from ...models.conditioning import Microbatch, select
@@ -56,24 +56,26 @@ class Evaluation:
 
     Args:
       warn: called once if evaluations take more than a hundredth of the time.
-    Raises: RecipeError: ``data.holdout`` holds out no record of a stage.
+    Raises: RecipeError: ``data.holdout`` holds out no record of the stores.
     """
 
     def __init__(self, run: Run, warn: Callable[[str], None]) -> None:
         self._run, self._warn = run, warn
         self._reader = run.loader.reader
-        self._stage, self._groups = dict[int, float](), list[Group]()  # those of the last evaluation
         self._batches: dict[int, tuple[Batch, Tensor]] = {}  # this rank's groups, with the keys of their noise
         self._last_end, self._num_evaluations = time.perf_counter(), 0
         self._is_mlperf = run.recipe.run.evaluate_times == "mlperf"
         data = run.recipe.data
-        for start in {turn.start for turn in data.turns} or {0}:
-            if not self.groups(start + 1):
-                names = ", ".join(f"'{self._reader.stores[number].path}'" for number in self._stage)
-                raise RecipeError(
-                    f"data.holdout {data.holdout:g}: it holds out no record of {names}, so there is none to evaluate. "
-                    "Raise it, or set run.evaluate_every=0."
-                )
+        self.groups: list[Group] = []
+        """Groups of all stores, each by its share of the batches."""
+        for number, share in enumerate(batch_shares(data.mixture) or [1.0]):
+            self.groups += self._groups_of(number, share)
+        if not self.groups:
+            names = ", ".join(f"'{store.path}'" for store in self._reader.stores)
+            raise RecipeError(
+                f"data.holdout {data.holdout:g}: it holds out no record of {names}, so there is none to evaluate. "
+                "Raise it, or set run.evaluate_every=0."
+            )
 
     def is_due(self, step: int) -> bool:
         """Whether a step ends with an evaluation."""
@@ -83,7 +85,7 @@ class Evaluation:
     def evaluate(self) -> HeldOutLoss:
         """Evaluate the weights and their average; a collective call, after which nothing has changed."""
         run, start = self._run, self._synchronized_time()
-        groups, losses = self.groups(run.step), []
+        groups, losses = self.groups, []
         for weights in (nullcontext(), run.engine.averaged()):
             with weights:
                 losses.append(self._mean_losses(groups))
@@ -98,15 +100,6 @@ class Evaluation:
         (loss, *by_time), (averaged_loss, *averaged_by_time) = losses
         num_images = sum(len(group.positions) for group in groups)
         return HeldOutLoss(loss, averaged_loss, by_time, averaged_by_time, num_images, end - start, share)
-
-    def groups(self, step: int) -> list[Group]:
-        """The groups of a step: the stores of its stage, each by its share of the batches."""
-        turns = self._run.recipe.data.turns
-        stage = {number: turn.share for number, turn in enumerate(turns) if turn.has(step)} or {0: 1.0}
-        if stage != self._stage:
-            self._groups = [group for number, share in stage.items() for group in self._groups_of(number, share)]
-            self._stage, self._batches = stage, {}
-        return self._groups
 
     def _groups_of(self, number: int, share: float) -> list[Group]:
         """Groups of a store: the records with the smallest hashes, so that the same ones are at every step."""

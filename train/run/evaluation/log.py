@@ -19,7 +19,7 @@ from ...metrics.history import StepReport
 from ...metrics.meter import Meter
 from ...metrics.writer import MetricsWriter, write_start
 from ...weights.folders import SAMPLES
-from ..data import buckets_at
+from ..data import buckets_of_stores
 from ..state import Run
 from .decoding import Decoding
 from .grids import Subjects, choose_subjects, draw_grid, own_subjects
@@ -52,7 +52,7 @@ class Log:
         recipe_name: str,
     ) -> None:
         self._run, self._meter, self._evaluation, self._report, self._warn = run, meter, evaluation, report, warn
-        self._subjects: dict[int, Subjects] = {}  # of grids, by the first store of the stage
+        self._subjects: Subjects | None = None  # of grids, chosen when the first is drawn
         self._own_subjects = own_subjects(run)
         first, draws = run.ranks.is_first, run.recipe.run.sample_every > 0
         self._writer: MetricsWriter | None = None
@@ -121,12 +121,11 @@ class Log:
 
     def _draw(self) -> None:
         """Draw the grid of this step and start its decoding; a collective call, after which nothing has changed."""
-        run, data = self._run, self._run.recipe.data
-        number = next((number for number, turn in enumerate(data.turns) if turn.has(run.step)), 0)
-        buckets = buckets_at(data, run.stores, run.step)
-        if number not in self._subjects:
-            self._subjects[number] = self._choose_subjects(number)
-        subjects, latent = self._subjects[number], run.loader.reader.latent_specs[number]
+        run = self._run
+        buckets = buckets_of_stores(run.stores)
+        if self._subjects is None:
+            self._subjects = self._choose_subjects()
+        subjects, latent = self._subjects, run.loader.reader.latent_specs[0]
         if subjects.reference is None:
             size = latent_size_of(max(buckets, key=lambda name: buckets[name]), latent)  # the most common one
         else:
@@ -141,9 +140,9 @@ class Log:
             write_atomic(self._decoding.path_of(run.step), file)
             self._decoding.start()
 
-    def _choose_subjects(self, number: int) -> Subjects:
+    def _choose_subjects(self) -> Subjects:
         run, count, own = self._run, self._run.recipe.run.sample_count, self._own_subjects
-        subjects = choose_subjects(run, number, count, own)
+        subjects = choose_subjects(run, count, own)
         if len(subjects.names) < count and not own and run.ranks.is_first:
             records = "held-out records" if run.recipe.data.holdout else "records"
             kind = "images to edit in one bucket" if run.spec.reference else "different first captions"

@@ -97,7 +97,7 @@ def test_the_latents_are_those_of_the_snapshot(name: str, store_of: dict[str, La
 
 def subjects_of(store: LatentStore, name: str, *overrides: str, count: int = 5) -> Subjects:
     recipe = train_recipe(name, HOLDOUT, *overrides)
-    return choose_subjects(Run.open(recipe, [store], CPU, lambda _: None), 0, count)
+    return choose_subjects(Run.open(recipe, [store], CPU, lambda _: None), count)
 
 
 def test_captions_are_those_of_held_out_records_and_classes_those_that_train(store_of: dict[str, LatentStore]) -> None:

@@ -101,7 +101,7 @@ def test_mlperf_has_one_time_for_each_record_in_turn_and_the_mean_over_times(cap
     run, every = evaluations["mlperf"]._run, torch.arange(NUM_TIMES)
     assert fixed_times(run.recipe.objective, CPU, 0.0).tolist() == [number / 8 for number in range(8)]
     rows = []
-    for group in evaluations["all"].groups(1):
+    for group in evaluations["all"].groups:
         batch, keys = evaluations["all"].read(group), torch.from_numpy(noise_keys(group.hashes))
         rows += losses_at_fixed_times(run, batch, keys, every.expand(len(keys), -1)).tolist()
     by_time = [[row[number] for place, row in enumerate(rows) if place % NUM_TIMES == number] for number in range(8)]
@@ -120,7 +120,7 @@ def test_fewer_images_are_the_first_of_more_and_records_are_those_of_their_keys(
     found, hashes = [], caption_store.numbers("keys")
     for most in (2, 4, 64):
         evaluation = evaluation_of(caption_store, "pixart-tiny", f"run.evaluate_images={most}")
-        groups = evaluation.groups(1)
+        groups = evaluation.groups
         found.append({value for group in groups for value in group.hashes.tolist()})
         assert len(found[-1]) <= most
         for group in groups:
@@ -133,16 +133,16 @@ def test_fewer_images_are_the_first_of_more_and_records_are_those_of_their_keys(
     assert max(found[1]) < min(found[2] - found[1])
 
 
-STAGES = "data.stages=[{steps=2, store='small'}, {mixture=[{store='large', weight=3}, {store='small'}]}]"
+MIXTURE = "data.mixture=[{store='large', weight=3}, {store='small'}]"
 
 
-def test_each_stage_evaluates_its_own_stores_by_their_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_store_of_a_mixture_is_evaluated_by_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_store(tmp_path / "small", {"32x32": 40}, num_classes=3, seed=0)
     make_store(tmp_path / "large", {"64x64": 40}, num_classes=3, seed=1)
     tiny = ["run.global_batch=4", HOLDOUT, EVERY, "run.steps=4", "run.evaluate_images=8"]
-    seen = run_to(train_recipe("dit-s-4", *tiny, STAGES), None, tmp_path / "run")
-    assert [figures.held_out and figures.held_out.num_images for figures in seen] == [None, 8, None, 6 + 2]
+    seen = run_to(train_recipe("dit-s-4", *tiny, MIXTURE), None, tmp_path / "run")
+    assert [figures.held_out and figures.held_out.num_images for figures in seen] == [None, 8, None, 8]
     assert all(math.isfinite(seen[step].held_out.averaged_loss) for step in (1, 3))
 
 
