@@ -16,8 +16,8 @@ from ...errors import DamageError, RecipeError
 from ..arrays.shard_file import REPAIR
 from ..arrays.sharded_array import ShardedArray
 from ..arrays.tokens import CaptionTokens
-from ..disk.hashing import xxh3_64
-from ..format.row_layout import POOLED
+from ..disk.hashing import xxh3_rows
+from ..format.row_layout import POOLED, view_suffixes
 from ..store import LatentStore
 from .gather import GatheredBatch, GatheredCaptions, record_arrays
 from .resolve import ResolvedBatch
@@ -115,20 +115,21 @@ def check_records(
       views: (B,) int64 the view of each row; None: the planned crop, not flipped.
     Raises: DamageError: names the first damaged record.
     """
-    arrays = list(record_arrays(store, bucket, group).values())
     parts = gathered
-    if len(arrays[0]) > 1:
+    if len(view_suffixes(store.spec)) > 1:
+        arrays = list(record_arrays(store, bucket, group).values())
         drawn = np.zeros(len(rows), np.int64) if views is None else views
         parts = _all_views(arrays, gathered, rows, drawn)
-    checksums = store.checksums(group)[records].tolist()
-    for i, checksum in enumerate(checksums):
-        if xxh3_64(*[part[i].reshape(-1).view(np.uint8) for part in parts]) != checksum:
-            key = store.record_columns(("key",))["key"][int(records[i])].as_py()
-            shards = list[str]()
-            for views_of_array in arrays:
-                for array in views_of_array:
-                    shards += array.shard_paths(rows[i : i + 1])
-            raise _damage(store, f"record '{key}' (bucket '{bucket}', row {rows[i]})", shards)
+    hashes = xxh3_rows([part.reshape(len(part), -1).view(np.uint8) for part in parts])
+    damaged = np.flatnonzero(hashes != store.checksums(group)[records])
+    if len(damaged):
+        i = int(damaged[0])
+        key = store.record_columns(("key",))["key"][int(records[i])].as_py()
+        shards = list[str]()
+        for views_of_array in record_arrays(store, bucket, group).values():
+            for array in views_of_array:
+                shards += array.shard_paths(rows[i : i + 1])
+        raise _damage(store, f"record '{key}' (bucket '{bucket}', row {rows[i]})", shards)
 
 
 def _all_views(
@@ -163,24 +164,25 @@ def _check_captions(
       indexes: indexes of the captions to compare.
     Raises: DamageError: names the first damaged caption.
     """
-    ends = np.cumsum(gathered.lengths).tolist()
-    lengths = gathered.lengths.tolist()
-    checksums = store.caption_checksums(name)[caption_ids[indexes]].tolist()
-    for index, checksum in zip(indexes.tolist(), checksums, strict=True):
-        rows = list[np.ndarray]()
-        for array_name, array in gathered.arrays.items():
-            span = slice(index, index + 1)
-            if array_name != POOLED:
-                span = slice(ends[index] - lengths[index], ends[index])
-            rows.append(array[span].reshape(-1).view(np.uint8))
-        if xxh3_64(*rows) != checksum:
-            caption_id = int(caption_ids[index])
-            text = store.captions["text"][caption_id].as_py()
-            raise _damage(
-                store,
-                f"caption {caption_id} ({text[:60]!r}) of text encoder '{name}'",
-                _caption_shards(store.text(name), caption_id),
-            )
+    ends = np.cumsum(gathered.lengths)
+    starts = ends - gathered.lengths
+    parts = list[list[np.ndarray]]()
+    for array_name, array in gathered.arrays.items():
+        row_bytes = array.reshape(len(array), -1).view(np.uint8)
+        if array_name == POOLED:
+            parts.append([row_bytes[i] for i in indexes])
+        else:
+            parts.append([row_bytes[starts[i] : ends[i]] for i in indexes])
+    hashes = xxh3_rows(parts)
+    damaged = np.flatnonzero(hashes != store.caption_checksums(name)[caption_ids[indexes]])
+    if len(damaged):
+        caption_id = int(caption_ids[indexes[damaged[0]]])
+        text = store.captions["text"][caption_id].as_py()
+        raise _damage(
+            store,
+            f"caption {caption_id} ({text[:60]!r}) of text encoder '{name}'",
+            _caption_shards(store.text(name), caption_id),
+        )
 
 
 def _caption_shards(tokens: CaptionTokens, caption_id: int) -> list[str]:

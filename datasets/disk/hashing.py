@@ -9,10 +9,11 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from ...errors import DamageError
@@ -78,6 +79,19 @@ def xxh3_64(*rows: Any) -> int:
     for row in rows:
         digest.update(row)
     return digest.intdigest()
+
+
+def xxh3_rows(parts: Sequence[Iterable[Any]]) -> np.ndarray:
+    """XXH3-64 of each of B rows, (B,) uint64.
+
+    Args:
+      parts: parts of the rows, one after the other: B contiguous buffers each.
+    """
+    if len(parts) == 1:
+        hashes = [xxhash.xxh3_64_intdigest(row) for row in parts[0]]
+    else:
+        hashes = [xxh3_64(*row) for row in zip(*parts, strict=True)]
+    return np.array(hashes, np.uint64)
 
 
 def xxh3_file(path: str | Path) -> str:
