@@ -16,9 +16,10 @@ from runs import run_to
 from leandit.datasets.batches.batch import Batch
 from leandit.datasets.batches.latents import denormalise, final_latents, normalised_as
 from leandit.datasets.format.buckets import bucket_size
-from leandit.datasets.format.schema import LatentStatistics
+from leandit.datasets.format.schema import LatentStatistics, TextSpec
+from leandit.datasets.loader import make_loader
 from leandit.datasets.store import LatentStore
-from leandit.errors import RecipeError
+from leandit.errors import DamageError, RecipeError
 from leandit.tools.export.compact import compact
 from leandit.train.run.data import build_stream
 from leandit.train.run.fit import model_spec
@@ -106,6 +107,20 @@ def train(store: LatentStore, run: Path, *overrides: str, said: list[str] | None
 
 def statistics_of(store: LatentStore) -> LatentStatistics:
     return store.manifest.statistics
+
+
+def test_captions_of_a_text_encoder_that_the_model_does_not_take_are_not_read(tmp_path: Path) -> None:
+    clip = {"kind": "clip", "width": 8, "max_tokens": 6, "full_length": True, "dtype": "float16", "template": ""}
+    other = TextSpec.model_validate({**clip, "batch_size": 4})
+    make_store(tmp_path / "store", {"32x32": 8}, token_counts=(3, 5), text_width=32, texts={"clip_l": other})
+    store = LatentStore(tmp_path / "store")
+    path = store.text("clip_l").arrays[0].shard_paths(np.array([0]))[0]
+    (store.path / path).write_bytes(bytes((store.path / path).stat().st_size))  # whoever opens it finds damage
+    run = Run.open(train_recipe("pixart-tiny", "run.global_batch=4"), [store], CPU, print)
+    batches = list(run.loader)
+    assert [list(batch.texts) for batch in batches] == [[""], [""]]
+    with pytest.raises(DamageError):
+        list(make_loader(store, global_batch=4))
 
 
 def test_batches_are_as_the_recipe_says(store: LatentStore) -> None:

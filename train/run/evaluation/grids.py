@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from textwrap import shorten
 from typing import NamedTuple
 
@@ -149,7 +149,7 @@ def choose_subjects(run: Run, count: int, own: Subjects | None = None) -> Subjec
         return own
     if not run.spec.reference:
         known = _first_captions(store, held_out or dict.fromkeys(store.buckets, slice(None)))
-        return _captioned(store, known[spread(len(known), count)].tolist())
+        return _captioned(store, known[spread(len(known), count)].tolist(), texts=reader.gatherer.texts)
     trained = selection.counts if selection else store.buckets
     counts = {bucket: len(positions) for bucket, positions in held_out.items()} or trained
     bucket = max(counts, key=lambda name: counts[name])
@@ -159,15 +159,19 @@ def choose_subjects(run: Run, count: int, own: Subjects | None = None) -> Subjec
     positions = np.arange(len(records)) if positions is None else positions  # all
     count = len(own.names) if own else min(count, len(positions))
     chosen = np.resize(positions[spread(len(positions), count)], count)
-    subjects = own or _captioned(store, records.caption_ids(chosen))
+    subjects = own or _captioned(store, records.caption_ids(chosen), texts=reader.gatherer.texts)
     return subjects._replace(reference=records.latents(chosen))
 
 
-def _captioned(store: LatentStore, ids: list[int]) -> Subjects:
-    """Stored captions as subjects."""
-    texts = store.captions["text"]
-    captions = {name: captions_of(store.text(name), ids) for name in store.texts}
-    return Subjects([texts[each].as_py() for each in ids], captions=captions)
+def _captioned(store: LatentStore, ids: list[int], *, texts: Sequence[str]) -> Subjects:
+    """Stored captions as subjects.
+
+    Args:
+      texts: names of the text encoders that the model reads.
+    """
+    column = store.captions["text"]
+    captions = {name: captions_of(store.text(name), ids) for name in texts}
+    return Subjects([column[each].as_py() for each in ids], captions=captions)
 
 
 def own_subjects(run: Run) -> Subjects | None:
@@ -198,7 +202,7 @@ def own_subjects(run: Run) -> Subjects | None:
         )
     captions = {
         name: Captions.joined([captions_of(store.text(name), [each]) for store, each in map(places.__getitem__, texts)])
-        for name in stores[0].texts
+        for name in run.loader.reader.gatherer.texts
     }
     return Subjects(list(texts), captions=captions)
 
