@@ -48,12 +48,12 @@ class CaptionTokens:
     def _spans(self) -> tuple[np.ndarray, np.ndarray]:
         return self._read_spans()
 
-    @property
+    @cached_property
     def starts(self) -> np.ndarray:
         """(num_captions,) first row of each caption's tokens; of pooled vectors alone, its row."""
         return self._spans[0]
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
         """(num_captions,) stored tokens of each caption."""
         return self._spans[1]
@@ -63,7 +63,7 @@ class CaptionTokens:
         """(num_captions,) row of each caption's pooled vector."""
         return pooled_rows(self.spec, self.starts)
 
-    @property
+    @cached_property
     def arrays(self) -> list[ShardedArray]:
         """The tokens, (tokens, D) in the dtype on disk; for int8 also the scale of each token, (tokens,) float32.
 
@@ -71,7 +71,7 @@ class CaptionTokens:
         """
         return [self._array(EMBEDDINGS), *([self._array(SCALES)] if self.spec.dtype == "int8" else ())]
 
-    @property
+    @cached_property
     def pooled(self) -> ShardedArray:
         """The pooled vectors, (rows, P) in the dtype on disk: ``pooled_rows`` has that of each caption.
 
