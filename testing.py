@@ -79,8 +79,8 @@ def _check_equal(where: str, values: Any, expected: Any) -> None:
     """Compare an array, or a list of arrays, with what the store has."""
     if isinstance(expected, list):
         _require(len(values) == len(expected), f"{where}: {len(values)} arrays, expected {len(expected)}")
-        for value, one_expected in zip(values, expected, strict=True):
-            _check_equal(where, value, one_expected)
+        for value, expected_value in zip(values, expected, strict=True):
+            _check_equal(where, value, expected_value)
         return
     array = np.asarray(values)
     _require(array.dtype == expected.dtype, f"{where} has dtype {array.dtype}, expected {expected.dtype}")
@@ -228,16 +228,16 @@ class PageReader:
         _require(_is_checked(index, data[-4:]), f"'{path}': its index differs from its checksum")
         chunk_bytes = like[:1].nbytes * layout["chunk_rows"]
         num_chunks = -(-len(like) // layout["chunk_rows"])
-        places = list(struct.iter_unpack("<QQ", index))
-        _require(set(places[num_chunks:]) <= {(2**64 - 1, 2**64 - 1)}, f"'{path}': it has more chunks than rows")
+        entries = list(struct.iter_unpack("<QQ", index))
+        _require(set(entries[num_chunks:]) <= {(2**64 - 1, 2**64 - 1)}, f"'{path}': it has more chunks than rows")
         if layout["codec"] == "blosc":
-            chunks = [data[offset : offset + length] for offset, length in places[:num_chunks]]
+            chunks = [data[offset : offset + length] for offset, length in entries[:num_chunks]]
             is_intact = all(_is_checked(chunk[:-4], chunk[-4:]) for chunk in chunks)
             _require(is_intact, f"'{path}': a chunk differs from its checksum")
             data = b"".join(numcodecs.blosc.decompress(chunk[:-4]) for chunk in chunks)
         else:
             consecutive = [(i * chunk_bytes, chunk_bytes) for i in range(num_chunks)]
-            _require(places[:num_chunks] == consecutive, f"'{path}': its rows do not follow one another")
+            _require(entries[:num_chunks] == consecutive, f"'{path}': its rows do not follow one another")
         return np.frombuffer(data, like.dtype, like.size).reshape(like.shape)
 
     def rows_of_record(self, record: dict[str, Any]) -> dict[str, Any]:
@@ -364,8 +364,8 @@ def check_tables(reader: PageReader) -> None:
     _require(counts[0] == counts[1] + counts[2], f"planned {counts[0]} are not stored {counts[1]} plus rejected")
     keys = {record["key"] for record in reader.stored}
     _require(len(keys) == counts[1], f"{counts[1]} stored records have {len(keys)} different keys")
-    places = {(record["bucket"], record["row"]) for record in reader.stored}
-    _require(len(places) == counts[1], f"{counts[1]} stored records have {len(places)} different rows")
+    rows = {(record["bucket"], record["row"]) for record in reader.stored}
+    _require(len(rows) == counts[1], f"{counts[1]} stored records have {len(rows)} different rows")
     of_bucket = dict.fromkeys(manifest["buckets"], 0)
     for record in reader.stored:
         of_bucket[record["bucket"]] = of_bucket.get(record["bucket"], 0) + 1
@@ -423,11 +423,11 @@ def check_index(reader: PageReader) -> None:
 def expected_index(reader: PageReader) -> dict[str, Sequence[int]]:
     """The numbers of each file of the index, from the tables."""
 
-    def place(item: tuple[int, dict[str, Any]]) -> tuple[int, ...]:
+    def position_of(item: tuple[int, dict[str, Any]]) -> tuple[int, ...]:
         return (*map(int, item[1]["bucket"].split("x")), item[1]["row"])
 
     stored = [(i, record) for i, record in enumerate(reader.records) if record["status"] == "stored"]
-    stored.sort(key=place)
+    stored.sort(key=position_of)
     counts: dict[str, list[int]] = {}
     for _, record in stored:
         counts.setdefault(record["bucket"], []).append(len(record["caption_ids"]))

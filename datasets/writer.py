@@ -27,9 +27,9 @@ from .append.plan import REVISION, plan_of
 from .append.records import (
     BucketRows,
     CheckedRecord,
-    GivenRecord,
     NewCaptions,
     RecordChecker,
+    RecordInput,
     as_batch,
     by_bucket,
     check_key,
@@ -171,7 +171,9 @@ class RecordWriter:
             else:
                 self._declaration.check_same(f"store '{self.path}'", stored)
             self._num_committed = self._journal.num_records  # by earlier runs
-            self._was_given = map_array(self._num_committed, np.bool_, "keys that were committed")  # again, in this run
+            self._is_skipped = map_array(
+                self._num_committed, np.bool_, "keys that were committed"
+            )  # again, in this run
             self._checker = RecordChecker(self._declaration, self.has_caption)
             self._open_shards = self._journal.open_shards()
             self._parts: dict[str, OpenPart] = {}
@@ -312,19 +314,19 @@ class RecordWriter:
                 source_size,
                 has_pairs=self._spec.latent.flip,
             )
-            for given in batch:
-                check_key(given.key)
+            for record_input in batch:
+                check_key(record_input.key)
             if self.manifest:
-                return self._skip_sealed([given.key for given in batch])
+                return self._skip_sealed([record_input.key for record_input in batch])
             self._check_open()
             new, duplicates, skipped = self._divided(batch)
             new_captions: NewCaptions = {}
-            records = [self._checker.check(given, new_captions) for given in new]
+            records = [self._checker.check(record_input, new_captions) for record_input in new]
             rows = self._checker.narrow(records)
             self._raise_first_problem(records, duplicates)
             self._is_whole = False
             for position in skipped:
-                self._was_given[position] = True
+                self._is_skipped[position] = True
             self.num_skipped += len(skipped)
             self._note(records, duplicates, new_captions)
             for of_bucket in rows:
@@ -350,7 +352,7 @@ class RecordWriter:
             self._check_open()
             position = self._earlier_position(key)
             if position is not None:
-                self._was_given[position] = True
+                self._is_skipped[position] = True
                 self.num_skipped += 1
                 return
             self._journal.add_record(AddedRecord(key, stage="encode", reason=reason, detail=detail))
@@ -374,11 +376,11 @@ class RecordWriter:
         Raises: InvalidRecord: this run was given the key before.
         """
         position = self._journal.position_of(key)
-        if position is not None and (position >= self._num_committed or self._was_given[position]):
+        if position is not None and (position >= self._num_committed or self._is_skipped[position]):
             raise InvalidRecord(key, "duplicate_key", "a record with this key was added before; expected unique keys")
         return position
 
-    def _divided(self, batch: Sequence[GivenRecord]) -> tuple[list[GivenRecord], list[InvalidRecord], list[int]]:
+    def _divided(self, batch: Sequence[RecordInput]) -> tuple[list[RecordInput], list[InvalidRecord], list[int]]:
         """The records of a batch that are new, those whose key was added before, and positions of those to be skipped.
 
         The first of two records with one key counts, in a batch too.
@@ -387,19 +389,19 @@ class RecordWriter:
         duplicates = []
         skipped = []
         keys = set[str]()
-        for given in batch:
+        for record_input in batch:
             try:
-                if given.key in keys:
+                if record_input.key in keys:
                     raise InvalidRecord(
-                        given.key, "duplicate_key", "the batch has this key twice; expected unique keys"
+                        record_input.key, "duplicate_key", "the batch has this key twice; expected unique keys"
                     )
-                position = self._earlier_position(given.key)
+                position = self._earlier_position(record_input.key)
             except InvalidRecord as error:
                 duplicates.append(error)
                 continue
-            keys.add(given.key)
+            keys.add(record_input.key)
             if position is None:
-                new.append(given)
+                new.append(record_input)
             else:
                 skipped.append(position)
         return new, duplicates, skipped
@@ -453,7 +455,9 @@ class RecordWriter:
         for name, of_encoder in rows.items():
             self._part(caption_folder(name)).add_caption(of_encoder.arrays, of_encoder.result)
             self._waiting_bytes += sum(array.nbytes for array in of_encoder.arrays)
-        return self._journal.add_caption(AddedCaption(text, int32_bytes([it.num_tokens for it in rows.values()])))
+        return self._journal.add_caption(
+            AddedCaption(text, int32_bytes([of_encoder.num_tokens for of_encoder in rows.values()]))
+        )
 
     def _add_rows(self, rows: BucketRows) -> None:
         """Put the rows of the records of a bucket that have no problem into its open shard."""

@@ -179,10 +179,13 @@ class Journal:
         with self._named_errors(), self._sqlite:
             insert = self._sqlite.executemany
             self._sqlite.execute("BEGIN")
-            places = ", ".join("?" * (1 + len(AddedRecord._fields)))
+            placeholders = ", ".join("?" * (1 + len(AddedRecord._fields)))
             records = ((position, *record) for position, record in enumerate(self._records, first_record))
-            insert(f"INSERT INTO records VALUES ({places})", records)
-            captions = ((number, _text_hash(it.text), *it) for number, it in enumerate(self._captions, first_caption))
+            insert(f"INSERT INTO records VALUES ({placeholders})", records)
+            captions = (
+                (number, _text_hash(caption.text), *caption)
+                for number, caption in enumerate(self._captions, first_caption)
+            )
             insert("INSERT INTO captions VALUES (?, ?, ?, ?)", captions)
             insert("INSERT INTO shards VALUES (?, ?, ?, ?)", (_shard_row(*shard) for shard in self._shards))
             rows = (_open_shard_row(part, open_shard) for part, open_shard in open_shards.items())

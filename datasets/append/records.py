@@ -35,7 +35,7 @@ NewCaptions = dict[str, dict[str, CaptionRows]]
 """Rows of captions that a store does not have, by text, then by text encoder."""
 
 
-class GivenRecord(NamedTuple):
+class RecordInput(NamedTuple):
     """The arguments of ``add`` for one record."""
 
     key: str
@@ -59,7 +59,7 @@ def as_batch(
     source_size: Any,
     *,
     has_pairs: bool,
-) -> list[GivenRecord]:
+) -> list[RecordInput]:
     """The records of a call of ``add``.
 
     Args:
@@ -67,7 +67,7 @@ def as_batch(
     Raises: InvalidRecord: the arguments of a batch are not of one length.
     """
     if isinstance(key, str) or not isinstance(key, Iterable):
-        return [GivenRecord(key, latent, label, caption, embeddings, features or {}, companions or {}, source_size)]
+        return [RecordInput(key, latent, label, caption, embeddings, features or {}, companions or {}, source_size)]
     keys = list(key)
 
     def items(name: str, values: Any, *, is_image: bool = False) -> Sequence[Any]:
@@ -100,7 +100,7 @@ def as_batch(
         items_by_name("companions", companions),
         items("source_size", source_size),
     )
-    return [GivenRecord(*values) for values in zip(*columns, strict=True)]
+    return [RecordInput(*values) for values in zip(*columns, strict=True)]
 
 
 @dataclass
@@ -143,31 +143,32 @@ class RecordChecker:
         self._has_caption = has_caption
         self._labels = {name: label for label, name in enumerate(self._spec.classes or ())}
 
-    def check(self, given: GivenRecord, new_captions: NewCaptions) -> CheckedRecord:
+    def check(self, record_input: RecordInput, new_captions: NewCaptions) -> CheckedRecord:
         """Check the shapes and dtypes of a record.
 
         Args:
           new_captions: captions that are new in this batch; those of the record are added.
         """
-        record = CheckedRecord(given.key)
+        record = CheckedRecord(record_input.key)
         try:
-            record.bucket, record.views[LATENTS] = latent_views(self._spec, given.latent)
-            record.label = self._label(given.label)
-            record.size = _source_size(given.source_size, record.bucket)
-            self._check_groups("features", [feature.name for feature in self._spec.features], given.features, record)
-            names = [companion.name for companion in self._spec.companions]
-            self._check_groups("companions", names, given.companions, record)
-            record.captions = self._captions(given.caption, given.embeddings, new_captions)
+            record.bucket, record.views[LATENTS] = latent_views(self._spec, record_input.latent)
+            record.label = self._label(record_input.label)
+            record.size = _source_size(record_input.source_size, record.bucket)
+            features = [feature.name for feature in self._spec.features]
+            self._check_groups("features", features, record_input.features, record)
+            companions = [companion.name for companion in self._spec.companions]
+            self._check_groups("companions", companions, record_input.companions, record)
+            record.captions = self._captions(record_input.caption, record_input.embeddings, new_captions)
         except RecordRejected as reject:
             record.problem = reject.without_traceback()
         return record
 
-    def _check_groups(self, kind: str, names: Sequence[str], given: Mapping[str, Any], record: CheckedRecord) -> None:
-        unknown = sorted(given.keys() - {*names})
+    def _check_groups(self, kind: str, names: Sequence[str], values: Mapping[str, Any], record: CheckedRecord) -> None:
+        unknown = sorted(values.keys() - {*names})
         if unknown:
             raise rejected("wrong_shape", f"{kind}['{unknown[0]}'] was not declared")
         for name in names:
-            record.views[name] = group_views(self._spec, name, record.bucket, given.get(name))
+            record.views[name] = group_views(self._spec, name, record.bucket, values.get(name))
 
     def _label(self, label: Any) -> int:
         """The class index of a label; -1 without classes."""
@@ -255,11 +256,11 @@ class RecordChecker:
 
 def by_bucket(records: Sequence[CheckedRecord]) -> dict[str, list[CheckedRecord]]:
     """Records without a problem by bucket, in order."""
-    found: dict[str, list[CheckedRecord]] = {}
+    buckets: dict[str, list[CheckedRecord]] = {}
     for record in records:
         if record.problem is None:
-            found.setdefault(record.bucket, []).append(record)
-    return found
+            buckets.setdefault(record.bucket, []).append(record)
+    return buckets
 
 
 def check_key(key: Any) -> None:
@@ -299,7 +300,7 @@ def _source_size(size: Any, bucket: str) -> tuple[int, int]:
 def _embeddings_by_encoder(
     encoders: Sequence[str], texts: Sequence[str], embeddings: Any, *, is_single: bool
 ) -> dict[str, Sequence[Any]]:
-    """The embedding of each caption of a record, by text encoder; None where none was given.
+    """The embedding of each caption of a record, by text encoder; None where none was record_input.
 
     Args:
       is_single: the caption was given as a text, not as a list.
