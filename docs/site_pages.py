@@ -28,14 +28,15 @@ def on_config(config: Any) -> Any:
     for room in ROOMS:
         shutil.copytree(ROOT / room, package / room, ignore=shutil.ignore_patterns("__pycache__", "demo_encoders"))
         (package / room / "__init__.py").touch()
-    shutil.copy(ROOT / "__init__.py", package)
+    for module in ROOT.glob("*.py"):
+        shutil.copy(module, package)
     config.plugins["mkdocstrings"].config["handlers"]["python"]["paths"] = [str(SOURCES)]
     return config
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the generated pages."""
-    files.append(File.generated(config, "format.md", content=(ROOT / "datasets/FORMAT.md").read_text()))
+    files.append(File.generated(config, "format.md", content=_format()))
     files.append(File.generated(config, "api.md", content=_reference()))
     files.append(File.generated(config, "options.md", content=_options()))
     files.append(File.generated(config, "keys.md", content=_keys()))
@@ -50,6 +51,11 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def on_post_build(**_: Any) -> None:
     """Remove the copy of the sources."""
     shutil.rmtree(SOURCES)
+
+
+def _format() -> str:
+    """The page of the format, whose links to the documentation lead to pages beside it."""
+    return (ROOT / "datasets/FORMAT.md").read_text().replace("(../docs/", "(")
 
 
 def _reference() -> str:
