@@ -420,15 +420,18 @@ class LatentStore(OpenedRevision):
         """The store as a group of zarr-python, read-only: ``store.zarr["buckets/256x256/moments"][:4]``.
 
         Its arrays have the rows of the newest revision, including those that no record names (FORMAT.md). Nothing is
-        checked.
+        checked. bfloat16 arrays are float32 numbers here; their files hold the bits as uint16. xarray opens
+        ``store.zarr.store``.
 
         Raises: StoreError: the store is at a URL, and its shards are not local.
         """
         import zarr
 
+        from .format.zarr_numbers import NumbersStore
+
         if self.remote:
             raise StoreError(f"store '{self.remote.url}': zarr-python reads local stores. Download it first.")
-        return zarr.open_group(self.folder.root, mode="r")
+        return zarr.open_group(NumbersStore(self.folder.root), mode="r")
 
 
 def content_hash_of_plan(plan_hash: str) -> str:
