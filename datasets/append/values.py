@@ -52,20 +52,18 @@ class Output(NamedTuple):
       name: for messages.
       shape: of the values.
       dtype: of the rows in the store: a name of ``narrow``, "latent" for latents, "uint8" for masks.
-      num_arrays: arrays of the store that its rows go to.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    num_arrays: int
 
 
 def outputs_of(spec: StoreSpec, group: str, bucket: str) -> list[Output]:
     """What ``add`` takes of a group of arrays for each view of a record of a bucket, in the order of the arrays."""
     latent = (spec.latent.stored_channels, *latent_shape(spec, bucket)[1:])
     if group == LATENTS:
-        return [Output("latent", latent, "latent", 1)]
+        return [Output("latent", latent, "latent")]
     for companion in spec.companions:
         if companion.name == group:
             return [_companion_output(companion, latent)]
@@ -76,17 +74,17 @@ def outputs_of(spec: StoreSpec, group: str, bucket: str) -> list[Output]:
 def _companion_output(companion: CompanionSpec, latent: tuple[int, ...]) -> Output:
     name = f"companions['{companion.name}']"
     if companion.kind == MASK:
-        return Output(name, latent[1:], "uint8", 1)
-    return Output(name, latent, "latent", 1)
+        return Output(name, latent[1:], "uint8")
+    return Output(name, latent, "latent")
 
 
 def _feature_outputs(group: str, spec: FeatureSpec, bucket: str) -> list[Output]:
+    """Patches, the class token, or both: the arrays of a feature without those of their scales."""
     outputs = []
-    arrays = list(feature_rows(spec, bucket).items())
-    num_arrays = len(arrays) // (2 if spec.output == "both" else 1)
-    for path, (shape, _) in arrays[::num_arrays]:
-        name = f"features['{group}']" + (f"['{path}']" if spec.output == "both" else "")
-        outputs.append(Output(name, tuple(shape), spec.dtype, num_arrays))
+    for path, (shape, _) in feature_rows(spec, bucket).items():
+        if path in ("patches", "cls"):
+            name = f"features['{group}']['{path}']" if spec.output == "both" else f"features['{group}']"
+            outputs.append(Output(name, shape, spec.dtype))
     return outputs
 
 
@@ -97,7 +95,7 @@ def latent_views(spec: StoreSpec, latent: Any) -> tuple[str, list[np.ndarray]]:
     channels = spec.latent.stored_channels
     if len(shape) != 3 or shape[0] != channels or not 1 <= min(shape[1:]) <= max(shape[1:]) <= MAX_SIDE:
         raise rejected("wrong_shape", f"latent of shape {shape}; expected ({channels}, height, width)")
-    output = Output("latent", shape, "latent", 1)
+    output = Output("latent", shape, "latent")
     for view in views:
         _check_values(output, view)
     return bucket_name(shape[1] * spec.latent.downscale, shape[2] * spec.latent.downscale), views
