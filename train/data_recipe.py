@@ -126,8 +126,8 @@ def batch_shares(sections: Sequence[StoreSection]) -> list[float]:
 class DataSection(RecordsSection):
     """The stores, which of their records train, and in what order."""
 
-    leftovers: Literal["short", "carry", "drop"] = "short"
-    """Records left over in a bucket: "short": in a smaller batch; "carry": in the next epoch; "drop": skipped."""
+    leftovers: Literal["short", "drop"] = "short"
+    """Records left over in a bucket: "short": in a smaller batch; "drop": skipped."""
     window_shards: Count = 0
     """Shuffle within this many shards of a bucket at a time, for slow disks and stores at a URL; 0: over all."""
     check: Literal["first", "always", "never"] = "first"

@@ -113,7 +113,7 @@ class Resolver:
         resolved: dict[int, ResolvedBatch] = {}
         for (store, bucket), members in groups.items():
             positions = [planned[i].positions[slices[i]] for i in members]
-            epochs = [planned[i].epochs[slices[i]] for i in members]
+            epochs = [np.full(len(planned[i].positions[slices[i]]), planned[i].epoch) for i in members]
             columns = self._columns(store, bucket, np.concatenate(positions), np.concatenate(epochs))
             stop = 0
             for i, batch_positions in zip(members, positions, strict=True):

@@ -81,8 +81,8 @@ class BatchStream(IterableDataset):
         Raises: TypeError: the order has no epochs.
         """
         if self._plan is None:
-            raise TypeError("a mixture or stages have no epochs, so they have no length")
-        return self._plan.num_batches(self.epoch)
+            raise TypeError("a mixture has no epochs, so it has no length")
+        return self._plan.batches_per_epoch
 
     def __iter__(self) -> BatchStream:
         if get_worker_info() is not None:
@@ -94,7 +94,7 @@ class BatchStream(IterableDataset):
         return self
 
     def _find_end(self) -> None:
-        self._end = self._plan.batches_before(self.epoch + 1) if self._plan else None
+        self._end = self._plan.batches_per_epoch * (self.epoch + 1) if self._plan else None
 
     def __next__(self) -> Batch:
         """The next batch; reading ahead crosses the end of the epoch."""
@@ -212,13 +212,13 @@ class BatchStream(IterableDataset):
         if self._plan and was_incomplete and is_complete:
             order = state["order"] if isinstance(state["order"], dict) else {}
             _check_unchanged(order, current["order"], ("seed", "leftovers"), prefix="order.")
-            number = self._plan.batches_before(_count(state, "passes"))
+            number = self._plan.batches_per_epoch * _count(state, "passes")
         else:
             _check_unchanged(state, current, ("root_hashes", "order", "caption_odds"))
             number = _count(state, "number")
         self.number = number
         self._find_end()
-        if self._plan and number and number == self._plan.batches_before(self.epoch):
+        if self._plan and number and number == self._plan.batches_per_epoch * self.epoch:
             self._end = number  # the rest of the epoch that the state was in is empty; the next pass is the next epoch
 
 

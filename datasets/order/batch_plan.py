@@ -1,7 +1,7 @@
 """BatchPlan: the records of every batch, as a pure function of (seed, number), without an array of N.
 
     plan = BatchPlan(store.buckets, global_batch=256, seed=0)
-    plan.batch_at(1_000_000)            # bucket, positions and epochs of a global batch
+    plan.batch_at(1_000_000)            # bucket, positions and epoch of a global batch
     plan.place_of(1_000_000)            # its epoch, and its index in the epoch
 
 Global batches are counted from 0 over all epochs, so the state of a reader is one integer. Each batch holds records of
@@ -14,8 +14,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
-from itertools import pairwise
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
@@ -38,7 +36,7 @@ from .slices import by_bucket
 if TYPE_CHECKING:
     from .filters import Selection
 
-Leftovers = Literal["short", "carry", "drop"]
+Leftovers = Literal["short", "drop"]
 ORDER_VERSION = 1  # incremented when the same identity gives another order
 MAX_NUMBER = 1 << 48  # batches; up to here the records of a bucket, counted over all epochs, fit into 64 bits
 
@@ -50,19 +48,14 @@ class PlannedBatch:
     Args:
       bucket: "HxW" in pixels.
       positions: (B,) int64 positions within the bucket's stored records (see ``LatentStore.index``).
-      epochs: (B,) int64 epoch of each record, never falling; with "carry" a batch can hold several.
+      epoch: that the batch belongs to.
       plan: index into the order's ``plans``.
     """
 
     bucket: str
     positions: np.ndarray
-    epochs: np.ndarray
+    epoch: int
     plan: int = 0
-
-    @property
-    def epoch(self) -> int:
-        """Epoch that the batch belongs to: the one in which it is complete."""
-        return int(self.epochs[-1])
 
 
 class BatchOrder(Protocol):
@@ -94,8 +87,7 @@ class BatchPlan:
       global_batch: records in a full batch, over all ranks: one number, or one per bucket.
       seed: of the order.
       leftovers: what happens to records of a bucket that do not fill a batch. "short": they form a smaller batch.
-        "carry": they share a batch with the first records of the next epoch, so that all batches are full (a record may
-        be in such a batch twice). "drop": they are skipped in this epoch; the next epoch skips others.
+        "drop": they are skipped in this epoch; the next epoch skips others.
       window: read from a few shards at a time; None to shuffle over all. Its blocks count positions (of the selection,
         if there is one), so rejected records shift a block into the next shard.
       selection: the records to train on, with counts equal to ``buckets``; None for all.
@@ -124,10 +116,10 @@ class BatchPlan:
                 raise RecipeError(f"{what}: {number}; expected at least 1.")
         if self.selection and dict(self.selection.counts) != dict(self.buckets):
             raise RecipeError("the selection's counts differ from the plan's buckets; give the plan selection.counts.")
-        if self.num_records and not self._rate:
+        if self.num_records and not self.batches_per_epoch:
             raise RecipeError(
                 "leftovers 'drop': no bucket has enough records for one batch, so nothing would be trained on. "
-                "Lower the batch size, or use 'carry'."
+                "Lower the batch size, or use 'short'."
             )
 
     @cached_property
@@ -170,50 +162,26 @@ class BatchPlan:
         sizes = self.batch_sizes
         return {b: n for b, n in self.buckets.items() if self.leftovers == "drop" and 0 < n < sizes[b]}
 
-    def num_batches(self, epoch: int) -> int:
-        """Number of global batches in an epoch, smaller ones included; with "carry" it varies, and can be 0."""
-        return self.batches_before(epoch + 1) - self.batches_before(epoch)
-
-    def batches_before(self, epoch: int) -> int:
-        """Number of global batches in all epochs before this one."""
-        return sum(self._ordinals(epoch))
-
-    def _ordinals(self, epoch: int) -> list[int]:
-        """Batches of each bucket in all epochs before this one."""
-        pairs = [(count, self.batch_sizes[bucket]) for bucket, count in self.buckets.items()]
-        if self.leftovers == "carry":
-            return [epoch * count // size for count, size in pairs]
-        if self.leftovers == "drop":
-            return [epoch * (count // size) for count, size in pairs]
-        return [epoch * -(-count // size) for count, size in pairs]
+    @cached_property
+    def batches_per_epoch(self) -> int:
+        """Number of global batches in an epoch, smaller ones included."""
+        return int(self._num_batches.sum())
 
     @cached_property
-    def _rate(self) -> Fraction:
-        """Batches in an epoch, on average over all epochs."""
-        if self.leftovers != "carry":
-            return Fraction(self.num_batches(0))
-        return sum((Fraction(n, self.batch_sizes[bucket]) for bucket, n in self.buckets.items()), Fraction(0))
+    def _num_batches(self) -> np.ndarray:
+        """(K,) batches of each bucket in an epoch."""
+        if self.leftovers == "drop":
+            return self._counts // self._sizes
+        return -(-self._counts // self._sizes)
 
     def place_of(self, number: int) -> tuple[int, int]:
         """Epoch of a global batch, and its index within.
 
         Raises: IndexError: the number is negative or from MAX_NUMBER on, or the plan has no records.
         """
-        epoch, first, end = self._last_place[0]
-        if not first <= number < end:
-            if not 0 <= number < MAX_NUMBER or not self._rate:
-                raise IndexError(f"batch {number} of a plan of {self.num_records} records")
-            # Rounding down removes less than one batch per bucket, so the epoch lies between these two.
-            low, high = int(number / self._rate), -int(-(number + len(self.buckets)) // self._rate)
-            epoch = low + bisect.bisect_right(range(low + 1, high + 1), number, key=self.batches_before)
-            first, end = self.batches_before(epoch), self.batches_before(epoch + 1)
-            self._last_place[0] = epoch, first, end
-        return epoch, number - first
-
-    @cached_property
-    def _last_place(self) -> list[tuple[int, int, int]]:
-        """The last epoch that ``place_of`` found, its first batch, and the end of its batches: fractions are slow."""
-        return [(0, 0, 0)]
+        if not 0 <= number < MAX_NUMBER or not self.batches_per_epoch:
+            raise IndexError(f"batch {number} of a plan of {self.num_records} records")
+        return divmod(number, self.batches_per_epoch)
 
     def batch_at(self, number: int) -> PlannedBatch:
         """Global batch ``number``, counted from 0 over all epochs. Raises: IndexError: as ``place_of``."""
@@ -224,20 +192,19 @@ class BatchPlan:
 
         Raises: IndexError: as ``place_of``.
         """
-        (epoch, index), spans = self.place_of(first), list[np.ndarray]()
-        while count:
-            if in_epoch := min(count, self.num_batches(epoch) - index):  # with "carry", an epoch can have none
-                spans.append(self._spans(epoch, index, in_epoch))
-            epoch, index, count = epoch + 1, 0, count - in_epoch
-        return self._fill(np.concatenate(spans)) if spans else []
+        epoch, index = self.place_of(first)
+        planned: list[PlannedBatch] = []
+        while len(planned) < count:
+            num_left = min(count - len(planned), self.batches_per_epoch - index)
+            planned += self._fill(epoch, self._spans(epoch, index, num_left))
+            epoch += 1
+            index = 0
+        return planned
 
     def _spans(self, epoch: int, index: int, count: int) -> np.ndarray:
-        """Batches ``index`` to ``index + count - 1`` of an epoch, as (count, 3) spans of their buckets' streams.
-
-        A bucket's stream concatenates its epochs; a span is (bucket, start, stop) in it.
-        """
-        before, spans = np.array(self._ordinals(epoch)), list[np.ndarray]()
-        totals = np.array(self._ordinals(epoch + 1)) - before
+        """Batches ``index`` to ``index + count - 1`` of an epoch: (count, 3) of bucket, first place and end in it."""
+        totals = self._num_batches
+        spans: list[np.ndarray] = []
         # Batches are permuted within a round: windows of the longest bucket, or all of the epoch.
         rounds = 1
         if self.window:
@@ -253,58 +220,37 @@ class BatchPlan:
             places = permute(np.arange(first, first + taken), length, key)
             which = np.searchsorted(starts, places, side="right") - 1
             ordinals = lows[which] + places - starts[which]  # of each batch among those of its bucket and epoch
-            counts, sizes = self._counts[which], self._sizes[which]
-            if self.leftovers == "carry":
-                begins = (before[which] + ordinals) * sizes
-                ends = begins + sizes
-            else:
-                begins = epoch * counts + ordinals * sizes
-                ends = np.minimum(begins + sizes, (epoch + 1) * counts)
+            begins = ordinals * self._sizes[which]
+            ends = np.minimum(begins + self._sizes[which], self._counts[which])
             spans.append(np.stack([which, begins, ends], axis=1))
             index, count = index + taken, count - taken
         return np.concatenate(spans)
 
-    def _fill(self, spans: np.ndarray) -> list[PlannedBatch]:
-        """The batches at (n, 3) spans, computed together."""
-        which, epochs, places, lengths = self._pieces(spans)
-        keys, groups = np.unique(epochs * len(self._names) + which, return_inverse=True)
-        orders = [divmod(key, len(self._names)) for key in keys.tolist()]
+    def _fill(self, epoch: int, spans: np.ndarray) -> list[PlannedBatch]:
+        """The batches of an epoch at (n, 3) spans, computed together."""
+        lengths = spans[:, 2] - spans[:, 1]
         edges = np.cumsum(lengths) - lengths
-        inside = np.arange(lengths.sum()) + np.repeat(places - edges, lengths)
-        shuffled = self._shuffled(inside, np.repeat(groups, lengths), orders)
-        record_epochs, batches = np.repeat(epochs, lengths), []
-        stops = np.cumsum(spans[:, 2] - spans[:, 1]).tolist()
-        for number, (start, stop) in zip(spans[:, 0].tolist(), pairwise([0, *stops]), strict=True):
-            bucket, positions = self._names[number], shuffled[start:stop]
+        places = np.arange(lengths.sum()) + np.repeat(spans[:, 1] - edges, lengths)
+        buckets, groups = np.unique(spans[:, 0], return_inverse=True)
+        shuffled = self._shuffled(places, np.repeat(groups, lengths), epoch, buckets.tolist())
+        batches: list[PlannedBatch] = []
+        for number, start, length in zip(spans[:, 0].tolist(), edges.tolist(), lengths.tolist(), strict=True):
+            bucket = self._names[number]
+            positions = shuffled[start : start + length]
             chosen = self.selection.positions[bucket] if self.selection else None
-            positions = positions if chosen is None else chosen[positions].astype(np.int64)
-            batches.append(PlannedBatch(bucket, positions, record_epochs[start:stop]))
+            if chosen is not None:
+                positions = chosen[positions].astype(np.int64)
+            batches.append(PlannedBatch(bucket, positions, epoch))
         return batches
 
-    def _pieces(self, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Split spans at the ends of epochs: bucket, epoch, first place in the epoch and length of each piece."""
-        which, starts, stops = spans.T
-        epochs, places = np.divmod(starts, self._counts[which])
-        lengths = stops - starts
-        if (places + lengths > self._counts[which]).any():
-            pieces = []
-            for number, start, stop in spans.tolist():
-                while start < stop:
-                    epoch, place = divmod(start, int(self._counts[number]))
-                    length = min(stop - start, int(self._counts[number]) - place)
-                    pieces.append((number, epoch, place, length))
-                    start += length
-            which, epochs, places, lengths = np.array(pieces).T
-        return which, epochs, places, lengths
-
-    def _shuffled(self, places: np.ndarray, groups: np.ndarray, orders: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Permute (B,) places, each by the permutation of (epoch, bucket) ``orders[group]``."""
-        sizes = [int(self._counts[which]) for _, which in orders]
-        keys = [keyed_hash(self.seed, epoch, PURPOSE_RECORDS, which) for epoch, which in orders]
+    def _shuffled(self, places: np.ndarray, groups: np.ndarray, epoch: int, buckets: Sequence[int]) -> np.ndarray:
+        """Permute (B,) places of an epoch, each by the permutation of its bucket, ``buckets[group]``."""
+        sizes = [int(self._counts[which]) for which in buckets]
+        keys = [keyed_hash(self.seed, epoch, PURPOSE_RECORDS, which) for which in buckets]
         if self.window is None:
             return permute_groups(places, groups, sizes, keys)
         shuffled = np.empty(len(places), np.int64)
-        for group, (epoch, which) in enumerate(orders):
+        for group, which in enumerate(buckets):
             of_group = groups == group
             shuffled[of_group] = permute_in_windows(
                 places[of_group],

@@ -2,7 +2,7 @@
 
 A plan is the same at every world size. Every rank takes its slice of every global batch, so all ranks make equally many
 steps. A "short" last batch may be smaller than the number of ranks, and then leaves some of them an empty slice;
-"carry" and "drop" with batch sizes that the number of ranks divides never do.
+"drop" with batch sizes that the number of ranks divides never does.
 """
 
 from __future__ import annotations

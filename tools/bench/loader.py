@@ -119,7 +119,7 @@ def _warm(path: Path, sample: Selection, batch: int, seconds: float, scratch: Pa
     _ = next(iter(make_loader(LatentStore(path), **how)))
     first_ms = (time.perf_counter() - start) * 1e3
     plan = BatchPlan(sample.counts, batch, 0, selection=sample)
-    batches = cycle(map(plan.batch_at, range(plan.num_batches(0))))
+    batches = cycle(map(plan.batch_at, range(plan.batches_per_epoch)))
     with tempfile.TemporaryDirectory(prefix="leandit-bench-", dir=scratch) as folder:
         gather, rates, limits = _gather(store, sample.counts, batch, Path(folder)), list[float](), list[float]()
         for _ in range(ROUNDS):
@@ -165,7 +165,7 @@ def _gather(store: LatentStore, counts: Mapping[str, int], batch: int, folder: P
 def _cold(store: LatentStore, parts: dict[str, Parts], batch: int, seconds: float) -> dict[str, Any]:
     """Plain reads of the first records of an epoch, then the loader, each with the store's files out of the cache."""
     plan = BatchPlan(store.buckets, batch, 0)
-    planned = map(plan.batch_at, range(min(plan.num_batches(0), max(MIN_BATCHES, COLD_RECORDS // batch))))
+    planned = map(plan.batch_at, range(min(plan.batches_per_epoch, max(MIN_BATCHES, COLD_RECORDS // batch))))
     reads = [(len(one.positions), _places(parts[one.bucket], one.positions, store.path)) for one in planned]
     _drop(store.path)
     with ThreadPoolExecutor(THREADS) as pool:
