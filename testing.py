@@ -116,10 +116,18 @@ def _is_checked(content: bytes, checksum_bytes: bytes) -> bool:
 
 
 def numbers(rows: np.ndarray, scales: np.ndarray | None = None) -> np.ndarray:
-    """Stored tokens as the numbers that they are (section 1), with the factors of int8 tokens."""
+    """Stored tokens as the numbers that they are (section 1).
+
+    Args:
+      rows: (..., D) as stored.
+      scales: of int8 tokens, (..., layers, groups).
+    """
     if rows.dtype == np.int8:
         assert scales is not None, "int8 tokens have scales"
-        return rows * scales[..., None]
+        layer_width = rows.shape[-1] // scales.shape[-2]
+        groups = np.arange(layer_width) // 64
+        factors = scales[..., groups].reshape(rows.shape)
+        return rows.astype(np.float32) * factors.astype(np.float32)
     if rows.dtype != np.uint16:
         return rows
     wide = [struct.unpack("<f", b"\0\0" + number.tobytes())[0] for number in rows.ravel()]

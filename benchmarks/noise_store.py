@@ -80,7 +80,7 @@ def _noise(array: ArrayLayout, numbers: np.ndarray, seed: int) -> np.ndarray:
     shape, rng = (len(numbers), *array.shape[1:]), np.random.default_rng(seed)
     pool_shape = POOL_ROWS, int(np.prod(shape[1:]))
     if array.path.endswith("scales"):
-        scales = ((1 + numbers % POOL_ROWS) / POOL_ROWS).astype(np.float32)
+        scales = ((1 + numbers % POOL_ROWS) / POOL_ROWS).astype(array.dtype)
         return np.broadcast_to(scales.reshape(-1, *[1] * (len(shape) - 1)), shape).copy()
     if array.dtype == "int8":
         return rng.integers(-INT8_LIMIT, INT8_LIMIT + 1, pool_shape, np.int8)[numbers % POOL_ROWS].reshape(shape)

@@ -252,7 +252,7 @@ class LatentStore(OpenedRevision):
     def latents(self, bucket: str, *, variant: int = 0, flipped: bool = False) -> ShardedArray:
         """Rows of a bucket as stored, (N, 2C, H, W) moments or (N, C, H, W) latents, raw: neither shifted nor scaled.
 
-        Rows of int8 have four more channels, which hold the scales: ``format.token_dtypes.widen_latents`` makes numbers
+        Rows of int8 have more channels, the bytes of the scales: ``format.token_dtypes.widen_latents`` makes numbers
         of them.
 
         Args:

@@ -14,6 +14,7 @@ from pydantic import (
 
 from ..datasets.format.row_layout import CAPTION_ARRAYS, CAPTION_PART, COMPANIONS, FEATURES
 from ..datasets.format.schema import Name
+from ..datasets.format.token_dtypes import MIN_TEXT_COSINE
 from ..effects import check_overrides, unread_notes
 from ..errors import RecipeError
 from ..recipe import UNNAMED, Caption, Section, load_recipe
@@ -245,7 +246,7 @@ class FeatureSection(Section):
     encoder_dtype: Dtype = "float32"
     """Precision of the encoder; a CPU always computes in float32, which the store records."""
     dtype: Literal["float16", "int8"] = "float16"
-    """Dtype of the stored tokens; "int8" has a scale for each token."""
+    """Dtype of the stored tokens; "int8" has a scale for each 64 numbers."""
 
 
 class CompanionSection(Section):
@@ -265,14 +266,25 @@ class StoreSection(Section):
     """The format on disk."""
 
     dtype: Literal["float16", "float32", "int8"] = "float16"
-    """Dtype of latents, and of caption embeddings unless text_dtype is set. "int8" has a scale for each latent
-    position: for latents of many channels without a posterior, such as an RAE's."""
+    """Dtype of latents, and of caption embeddings unless text_dtype is set. "int8" has a scale for each 64
+    channels of a position: for latents of many channels without a posterior, such as an RAE's."""
     text_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = "auto"
-    """Dtype of caption embeddings; "auto": as for latents; "int8" has a scale for each token."""
+    """Dtype of caption embeddings; "auto": as for latents; "int8" has a scale for each 64 numbers."""
+    min_text_cosine: Annotated[float, Field(ge=0, lt=1)] = MIN_TEXT_COSINE
+    """A caption is of low quality if the cosine of a stored token to the encoder's, without the largest 1 %, is below;
+    0: none."""
+    on_low_quality: Literal["warn", "reject", "float16"] = "warn"
+    """"warn" counts such captions; "reject" rejects them and their records; "float16" stores all captions of an encoder
+    in float16, not int8, if a sample of them is of low quality."""
     shard_mib: Annotated[int, Field(ge=1, le=4096)] = 64
     """Size at which a shard is full."""
     codec: Literal["none", "blosc"] = "none"
     """"none" is read by memory map; "blosc" saves 7 to 14 %, and each batch is decoded, at 1 GB a second of a core."""
+
+    @property
+    def caption_dtype(self) -> str:
+        """Dtype of caption embeddings, before store.on_low_quality is decided."""
+        return self.dtype if self.text_dtype == "auto" else self.text_dtype
 
 
 class PrecomputeRecipe(Section):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -44,6 +44,7 @@ from .planning.opening import (
     newest_plan,
 )
 from .planning.planner import Planner
+from .planning.quality import check_quality
 from .planning.self_check import NUM_IMAGES, check_encoders
 from .run.bottleneck import CHECK, LOAD, PLAN, StageTime, stage_times
 from .run.clock import Progress, StageClock
@@ -72,6 +73,7 @@ class Report:
       device: of the encoders, as "cpu" or "cuda".
       num_decoders: images that are read and decoded concurrently.
       num_ignored_profiles: encoded images whose color profile is broken or of other pixels.
+      num_low_quality: captions that were stored although their quality is below store.min_text_cosine.
     """
 
     manifest: Manifest | None
@@ -86,6 +88,7 @@ class Report:
     device: str = "cpu"
     num_decoders: int = 1
     num_ignored_profiles: int = 0
+    num_low_quality: int = 0
 
     @property
     def times(self) -> list[StageTime]:
@@ -131,7 +134,7 @@ def precompute(
             decoders.num_at_once,
             MAX_THREADS,
         )
-        runner = Runner(encoders, decoders, source, clock=clock)
+        runner = Runner(encoders, decoders, source, clock=clock, store=recipe.store)
         stage = Stage1(store_path, recipe, source_path, runner, progress, say, part, options or Options(), listed)
         manifest = stage.run(newest)
     return Report(
@@ -147,6 +150,7 @@ def precompute(
         device=encoders.image.device.type,
         num_decoders=decoders.num_at_once,
         num_ignored_profiles=runner.num_ignored_profiles,
+        num_low_quality=runner.num_low_quality,
     )
 
 
@@ -314,8 +318,27 @@ class Stage1:
         check_apart(self.root, source)
         return source
 
-    def check(self, plan: FrozenPlan) -> SelfCheck | None:
-        """Check the encoders of images before a plan is frozen; None if the recipe wants no check.
+    def check(self, plan: FrozenPlan) -> FrozenPlan:
+        """Check the encoders on a sample of a plan before it is frozen.
+
+        Returns: the plan with what was measured, and in float16 the captions that int8 would hurt.
+        Raises: EncoderError.
+        """
+        if plan.before is None:
+            plan = replace(plan, self_check=self.check_images(plan))
+        with self.runner.clock.measure(CHECK):
+            return check_quality(
+                plan,
+                self.runner.encoders,
+                self.runner.decoders,
+                self.runner.source,
+                store=self.recipe.store,
+                say=self.say,
+                progress=lambda done, total: self.progress("quality", done, total),
+            )
+
+    def check_images(self, plan: FrozenPlan) -> SelfCheck | None:
+        """Check the encoders of images before the first plan is frozen; None if the recipe wants no check.
 
         Raises: EncoderError.
         """

@@ -19,6 +19,7 @@ from ..datasets.arrays.shard_file import ShardFile
 from ..datasets.disk.files import write_atomic
 from ..datasets.disk.hashing import xxh3_parts
 from ..datasets.format.layout import Part, is_image_task
+from ..datasets.format.table_schemas import LOW_QUALITY, NONFINITE_CAPTION
 from ..datasets.format.token_dtypes import StoredTokens, widen, widen_latents
 from ..datasets.format.zarr_shard import pack_shard
 from ..datasets.maintenance.findings import Finding
@@ -113,7 +114,8 @@ def _keep_intact_rows(root: Path, plan: FrozenPlan, shard: Shard) -> dict[str, n
     records = plan.records.take(pa.array(positions, mask=positions < 0))  # nulls for a row that no record has
     arrays = {path: rows.copy() for path, rows in shard.arrays.items()}
     is_empty = pc.fill_null(pc.not_equal(records["status"], "stored"), True)
-    is_empty = pc.and_(is_empty, pc.fill_null(pc.not_equal(records["reason"], "nonfinite_caption"), True)).to_numpy()
+    is_for_caption = pc.is_in(records["reason"], pa.array([NONFINITE_CAPTION, LOW_QUALITY]))
+    is_empty = pc.and_not(is_empty, is_for_caption).to_numpy()
     for group, layouts in shard.part.groups.items():
         try:
             files = [ShardFile(root / one.shard_path(shard.number), one, len(is_empty)) for one in layouts]
@@ -277,7 +279,7 @@ def _numbers(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
         if one.ndim == LATENT_SIDES:
             numbers.append(widen_latents(one).astype(np.float64))
             continue
-        scales = np.asarray(rest.pop(0)) if one.dtype == np.int8 else None
+        scales = rest.pop(0) if one.dtype == np.int8 else None
         dtype = {np.dtype(np.int8): "int8", np.dtype(np.uint16): "bfloat16"}.get(one.dtype, "float32")
         numbers.append(widen(StoredTokens(one, scales), dtype).astype(np.float64))
     return numbers

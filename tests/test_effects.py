@@ -64,6 +64,8 @@ NO_EFFECT: list[tuple[str, str, str, str]] = [  # command, recipe, override, wha
     ("precompute", "imagenet-256", "images.max_ratio=2.0", "several buckets"),
     ("precompute", "imagenet-256", "images.variant_zoom=1.5", "images.variants"),
     ("precompute", "imagenet-256", "store.text_dtype=int8", "text encoder"),
+    ("precompute", "imagenet-256", "store.min_text_cosine=0.5", "float32"),
+    ("precompute", "imagenet-256", "store.on_low_quality=reject", "store.min_text_cosine"),
     ("precompute", "imagenet-256", "text.max_tokens=77", "text.kind"),
 ]
 

@@ -12,7 +12,7 @@ from ..format.buckets import bucket_name
 from ..format.row_layout import LATENTS, MASK, caption_rows, feature_rows, latent_shape, view_suffixes
 from ..format.schema import CompanionSpec, FeatureSpec, LatentSpec, StoreSpec, TextSpec
 from ..format.table_schemas import ROW_RESULTS, STORED
-from ..format.token_dtypes import StoredTokens, is_storable, narrow, narrow_latents, quality
+from ..format.token_dtypes import INT8_RANGE, StoredTokens, is_storable, measure_quality, narrow, narrow_latents
 from ..revisions.writer import row_checksum
 
 MAX_SIDE = 1 << 14  # positions of a latent
@@ -173,7 +173,9 @@ def narrow_group(spec: StoreSpec, group: str, bucket: str, records: Sequence[Seq
             arrays.append(values)
         elif output.dtype == "latent":
             rows = _narrow_latents(values, spec.latent)
-            is_finite &= _finite_rows(values if spec.latent.dtype == "int8" else rows)
+            is_finite &= _finite_rows(rows)
+            if spec.latent.dtype == "int8":
+                is_finite &= np.all(np.abs(values) <= INT8_RANGE, axis=(1, 2, 3))
             arrays.append(rows)
         else:
             is_finite &= _finite_rows(values)
@@ -215,7 +217,7 @@ def _measure(results: np.ndarray, values: np.ndarray, parts: Sequence[np.ndarray
         tokens = values[i].reshape(-1, values.shape[-1]).astype(np.float32)
         if np.isfinite(tokens).all():
             stored = StoredTokens.of([part[i].reshape(len(tokens), *part.shape[values.ndim - 1 :]) for part in parts])
-            cosine, error = quality(tokens, stored, dtype)
+            cosine, error = measure_quality(tokens, stored, dtype)
             results["min_cosine"][i] = np.fmin(results["min_cosine"][i], cosine)
             results["max_error"][i] = np.fmax(results["max_error"][i], error)
 
@@ -267,11 +269,12 @@ def narrow_caption(name: str, spec: TextSpec, embedding: Any) -> CaptionRows:
         dtype = spec.dtype if values.ndim == 2 else spec.pooled_dtype
         wide = values.reshape(-1, values.shape[-1]).astype(np.float32)
         is_finite = bool(np.isfinite(wide).all())
-        stored = narrow(wide, dtype) if is_finite else None
+        num_layers = spec.num_layers if values.ndim == 2 else 1
+        stored = narrow(wide, dtype, num_layers) if is_finite else None
         if stored is None or not is_storable(stored, dtype):
             raise rejected("nonfinite_caption", f"{where}: NaN or infinity, in {values.dtype} or as {dtype}")
         if dtype != values.dtype.name:
-            cosine, error = quality(wide, stored, dtype)
+            cosine, error = measure_quality(wide, stored, dtype, num_layers)
             result["min_cosine"] = np.fmin(result["min_cosine"], cosine)
             result["max_error"] = np.fmax(result["max_error"], error)
         rows += stored.parts

@@ -65,7 +65,7 @@ class CaptionTokens:
 
     @cached_property
     def arrays(self) -> list[ShardedArray]:
-        """The tokens, (tokens, D) in the dtype on disk; for int8 also the scale of each token, (tokens,) float32.
+        """The tokens, (tokens, D) in the dtype on disk; for int8 also the scales, (tokens, layers, groups) float16.
 
         Raises: StoreError: only pooled vectors are stored.
         """
@@ -148,10 +148,10 @@ class FeatureArrays:
         return ["patches", "cls"] if self.spec.output == "both" else [self.spec.output]
 
     def arrays(self, output: str, *, variant: int = 0, flipped: bool = False) -> list[ShardedArray]:
-        """Tokens in the dtype on disk; for int8 also the float32 scale of each.
+        """Tokens in the dtype on disk; for int8 also the scales, float16.
 
         Args:
-          output: "patches", (N, T, D) with scales (N, T); or "cls", (N, D) with scales (N,).
+          output: "patches", (N, T, D) with scales (N, T, 1, groups); or "cls", (N, D) with scales (N, 1, groups).
           variant, flipped: of this crop of the images, and of the flipped one.
         Raises: StoreError: the feature has no such output; UnknownKey: there is no such crop.
         """

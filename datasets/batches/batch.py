@@ -11,7 +11,7 @@ import torch
 from ..disk.cached import cached_property
 from ..format.schema import LatentSpec
 from .captions import Captions
-from .latents import final_latents, mean_latents
+from .latents import final_latents, mean_latents, widen_int8
 from .view_sizes import DrawnViews
 
 
@@ -21,7 +21,7 @@ class FeatureBatch:
 
     Args:
       stored_patches, stored_cls: (B, T, D) tokens of the patches, row by row; (B, D) class tokens.
-      patch_scales, cls_scales: (B, T) and (B,) float32 of int8 tokens.
+      patch_scales, cls_scales: (B, T, 1, groups) and (B, 1, groups) float16 of int8 tokens.
     """
 
     stored_patches: torch.Tensor | None = None
@@ -41,7 +41,7 @@ class FeatureBatch:
 
 
 def _final(stored: torch.Tensor | None, scales: torch.Tensor | None) -> torch.Tensor | None:
-    return stored if stored is None or scales is None else stored * scales[..., None]
+    return stored if stored is None or scales is None else widen_int8(stored, scales)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -64,7 +64,7 @@ class Batch:
       pads: ``captions`` are padded, not packed.
       features: image features, by name.
       stored_companions: companion images as stored, by name: (B, 2C, H, W) moments or (B, C, H, W) latents (int8
-        with the channels of the scales); for a mask (B, H, W) uint8.
+        with the bytes of the scales); for a mask (B, H, W) uint8.
       drawn: which view of each image was read.
     """
 

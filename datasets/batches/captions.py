@@ -1,7 +1,7 @@
 """The captions of a batch by one text encoder: gathered as stored, converted to numbers on the device of the batch.
 
-So the stored bytes are copied to the device: of int8 half those of float16, plus a scale per token. Captions follow
-each other without padding, as they lie in the store and as variable-length attention reads them.
+So the stored bytes are copied to the device: of int8 half those of float16, plus the scales. Captions follow each
+other without padding, as they lie in the store and as variable-length attention reads them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ..disk.cached import cached_property
 from ..format.row_layout import EMBEDDINGS, POOLED, SCALES
 from ..format.schema import TextSpec
 from .gather import GatheredCaptions
+from .latents import widen_int8
 
 TextForm = Literal["padded", "packed", "none"]
 
@@ -32,7 +33,7 @@ class Captions:
       tokens: (n, D) in the dtype of the store; (0, 0) if only pooled vectors are stored.
       lengths: tokens of each caption, on the host, where nothing waits to read them.
       offsets: (B + 1,) int32 where each caption begins, then the end: cu_seqlens of variable-length attention.
-      scales: (n,) float32 of int8 tokens, or None.
+      scales: (n, layers, groups) float16 of int8 tokens, or None.
       pooled: (B, P) pooled vectors, or None.
     """
 
@@ -81,7 +82,7 @@ class Captions:
     @cached_property
     def embeddings(self) -> Tensor:
         """(n, D) tokens as numbers, on their device: as stored, or float32 of int8, one exact product each."""
-        return self.tokens if self.scales is None else self.tokens * self.scales[:, None]
+        return self.tokens if self.scales is None else widen_int8(self.tokens, self.scales)
 
     @cached_property
     def padded(self) -> Tensor:

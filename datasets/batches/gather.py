@@ -24,8 +24,8 @@ class GatheredCaptions(NamedTuple):
 
     Args:
       lengths: (B,) stored tokens of each caption; empty if only pooled vectors are stored.
-      arrays: rows by the name of their array, in the order of the checksum: EMBEDDINGS (n, D) and SCALES (n,), the
-        tokens of one caption after the other; POOLED (B, P).
+      arrays: rows by the name of their array, in the order of the checksum: EMBEDDINGS (n, D) and SCALES (n, layers,
+        groups), the tokens of one caption after the other; POOLED (B, P).
     """
 
     lengths: np.ndarray

@@ -16,7 +16,7 @@ import torch
 
 from ...errors import RecipeError
 from ..format.schema import LOGVAR_RANGE, LatentSpec, LatentStatistics
-from ..format.token_dtypes import SCALE_CHANNELS
+from ..format.token_dtypes import GROUP_WIDTH, num_latent_channels
 from ..order.shuffle import FACTORS, GOLDEN, PURPOSE_DRAW, keyed_hash, mix
 
 QUANTILE_BITS = 16
@@ -57,7 +57,7 @@ def final_latents(stored: torch.Tensor, spec: LatentSpec, keys: torch.Tensor | N
     """The model's input of a batch of stored rows, on their device.
 
     Args:
-      stored: (B, 2C, H, W) moments or (B, C, H, W) latents, raw; of int8 with the channels of the scales.
+      stored: (B, 2C, H, W) moments or (B, C, H, W) latents, raw; of int8 with the bytes of the scales.
       spec: of the store.
       keys: (B,) int64, of ``draw_keys``; needed for a stored posterior.
     Returns: (B, C, H, W) float32, shifted and scaled.
@@ -81,8 +81,28 @@ def _numbers(stored: torch.Tensor) -> torch.Tensor:
     """``token_dtypes.widen_latents`` on the device; float32."""
     if stored.dtype != torch.int8:
         return stored.float()
-    scales = stored[:, -SCALE_CHANNELS:].movedim(1, -1).contiguous().view(torch.float32)  # (B, H, W, 1)
-    return stored[:, :-SCALE_CHANNELS] * scales.movedim(-1, 1)
+    num_channels = num_latent_channels(stored.shape[1])
+    scales = stored[:, num_channels:].movedim(1, -1).contiguous().view(torch.float16)  # (B, H, W, groups)
+    return widen_int8(stored[:, :num_channels].movedim(1, -1), scales[..., None, :]).movedim(-1, 1)
+
+
+def widen_int8(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """``token_dtypes.widen`` of int8 numbers on their device: one product each, which float32 holds exactly.
+
+    Args:
+      rows: (..., D) int8.
+      scales: (..., layers, groups) float16.
+    Returns: (..., D) float32.
+    """
+    num_layers, num_groups = scales.shape[-2:]
+    layer_width = rows.shape[-1] // num_layers
+    group_width = min(GROUP_WIDTH, layer_width)
+    layers = rows.unflatten(-1, (num_layers, layer_width))
+    num_missing = num_groups * group_width - layer_width
+    if num_missing:  # the last group of a layer is shorter
+        layers = torch.nn.functional.pad(layers, (0, num_missing))
+    numbers = layers.unflatten(-1, (num_groups, group_width)) * scales.float()[..., None]
+    return numbers.flatten(-2)[..., :layer_width].flatten(-2)
 
 
 def normalised_as(spec: LatentSpec, how: Normalise, statistics: LatentStatistics | None = None) -> LatentSpec:

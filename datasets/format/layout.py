@@ -182,7 +182,10 @@ class CaptionLayout:
 
     @cached_property
     def arrays(self) -> list[ArrayLayout]:
-        """Arrays of which a task writes a shard: tokens (rows, D), for int8 scales (rows,), pooled (captions, P)."""
+        """Arrays of which a task writes a shard: tokens (rows, D) and pooled (captions, P).
+
+        For int8 tokens also scales (rows, layers, groups).
+        """
         last, layouts = self.starts[-1:], []
         for name, row in caption_rows(self.spec).items():
             end = int(last[0] + self.num_tokens[-1]) if name != POOLED else int(pooled_rows(self.spec, last)[0]) + 1

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from .buckets import bucket_size
 from .schema import CompanionSpec, FeatureSpec, StoreSpec, TextSpec
-from .token_dtypes import ON_DISK
+from .token_dtypes import ON_DISK, SCALE_DTYPE, scale_shape
 
 BUCKETS = "buckets"  # folder of all buckets
 LATENTS = ""  # the group of the latents, which every record has
@@ -116,7 +116,7 @@ def latent_shape(spec: StoreSpec, bucket: str) -> tuple[int, int, int]:
 def feature_rows(spec: FeatureSpec, bucket: str) -> dict[str, Row]:
     """The row of each array of a feature, by name, in order.
 
-    ``patches`` (T, D) and, for int8, ``patch_scales`` (T,); ``cls`` (D,) and, for int8, ``cls_scales`` ().
+    ``patches`` (T, D) and ``cls`` (D,); for int8 also ``patch_scales`` (T, 1, groups) and ``cls_scales`` (1, groups).
     """
     rows, columns = spec.grid(*bucket_size(bucket))
     arrays: dict[str, Row] = {}
@@ -124,7 +124,7 @@ def feature_rows(spec: FeatureSpec, bucket: str) -> dict[str, Row]:
         if spec.output in (name, "both"):
             arrays[name] = (*shape, spec.width), spec.dtype
             if spec.dtype == "int8":
-                arrays[scales] = shape, "float32"
+                arrays[scales] = (*shape, *scale_shape(spec.width)), SCALE_DTYPE
     return arrays
 
 
@@ -147,7 +147,7 @@ def caption_rows(spec: TextSpec) -> dict[str, Row]:
     if spec.has_tokens:
         rows[EMBEDDINGS] = (spec.width,), ON_DISK[spec.dtype]
         if spec.dtype == "int8":
-            rows[SCALES] = (), "float32"
+            rows[SCALES] = scale_shape(spec.width, spec.num_layers), SCALE_DTYPE
     if spec.pooled_width:
         rows[POOLED] = (spec.pooled_width,), ON_DISK[spec.pooled_dtype]
     return rows

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 from pydantic_core import PydanticUndefined
 
 from ..disk.hashing import sha256_of
-from .token_dtypes import SCALE_CHANNELS
+from .token_dtypes import latent_row_channels
 from .zarr_shard import ArrayLayout, Count, Revision, StorePath
 
 FORMAT_VERSION = 1
@@ -126,8 +126,8 @@ class LatentSpec(_Sparse):
 
     @property
     def row_channels(self) -> int:
-        """Channels of a row: those stored, and for int8 those of the scales."""
-        return self.stored_channels + (SCALE_CHANNELS if self.dtype == "int8" else 0)
+        """Channels of a row: those stored, and for int8 the bytes of the scales."""
+        return latent_row_channels(self.stored_channels) if self.dtype == "int8" else self.stored_channels
 
     @model_validator(mode="after")
     def _fits_its_channels(self) -> LatentSpec:
@@ -200,6 +200,11 @@ class TextSpec(_Sparse):
         return self.max_tokens if self.full_length else min(self.null_tokens, self.max_tokens)
 
     @property
+    def num_layers(self) -> int:
+        """Hidden states of equal width that stand beside each other in a token."""
+        return max(1, len(self.layers))
+
+    @property
     def has_tokens(self) -> bool:
         """Whether a sequence of tokens is stored of each caption."""
         return self.output != "pooled"
@@ -208,6 +213,12 @@ class TextSpec(_Sparse):
     def pooled_dtype(self) -> str:
         """Dtype of the pooled vectors: that of the tokens, but never int8."""
         return "float16" if self.dtype == "int8" else self.dtype
+
+    @model_validator(mode="after")
+    def _has_whole_layers(self) -> TextSpec:
+        if self.width % self.num_layers:
+            raise ValueError(f"tokens of {self.width} numbers cannot hold {self.num_layers} layers of equal width")
+        return self
 
 
 class TextEncoder(_Model):
@@ -365,6 +376,28 @@ class SelfCheck(_Model):
     channel_std: list[Float32]
 
 
+class LayerQuality(_Model):
+    """What int8 cost one layer of the tokens of a sample that was encoded before the plan was frozen.
+
+    Args:
+      group: "captions", "captions/NAME", "features/NAME", or "latents", whose tokens are the positions.
+      layer: of those that stand beside each other in a token, from 0.
+      num_tokens: of the sample.
+      min_cosine, median_cosine: of the ordinary numbers of a token (``token_dtypes.ordinary_cosines``).
+      median_channel_error, max_channel_error: root mean square of a channel's error over that of the channel.
+      worst_channel: of the layer, the one with the largest error.
+    """
+
+    group: str
+    layer: Count
+    num_tokens: Count
+    min_cosine: Float32
+    median_cosine: Float32
+    median_channel_error: Float32
+    max_channel_error: Float32
+    worst_channel: Count
+
+
 class LatentStatistics(_Model):
     """Mean and standard deviation of each channel as the model sees it, with the variance of a stored posterior.
 
@@ -416,6 +449,7 @@ class Manifest(HashedFile):
     files: list[FileEntry]
     root_hash: str
     self_check: SelfCheck | None = None
+    quality: list[LayerQuality] = []  # of the int8 groups
     statistics: LatentStatistics | None = None  # of all latents
 
     def layouts(self) -> dict[str, ArrayLayout]:
@@ -465,4 +499,5 @@ class PlanFile(HashedFile):
     files: Annotated[list[FileEntry], Field(min_length=2, max_length=2)]
     self_check: SelfCheck | None = None
     shard_rows: dict[str, Count] = {}  # as ``RevisionLayout.shard_rows``
+    quality: list[LayerQuality] = []
     sha256: str

@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from .schema import StoreSpec
 
+NONFINITE_CAPTION, LOW_QUALITY = "nonfinite_caption", "low_quality"  # rejects of captions, and so of their records
 REJECT_REASONS = {
     "unreadable": "the file cannot be opened or read",
     "missing_file": "the metadata names a file that does not exist",
@@ -27,7 +28,8 @@ REJECT_REASONS = {
     "source_changed": "the file has changed since it was planned",
     "wrong_size": "the image size differs from the planned one",
     "nonfinite": "the encoder produced NaN or infinity, in its own dtype and in float32; or imported features hold it",
-    "nonfinite_caption": "a text encoder produced NaN or infinity for one of the record's captions, in float32 too",
+    NONFINITE_CAPTION: "a text encoder produced NaN or infinity for one of the record's captions, in float32 too",
+    LOW_QUALITY: "a caption loses more than store.min_text_cosine allows when it is stored in a narrower dtype",
     "out_of_memory": "the device lacks the memory to encode this image alone",
     "wrong_shape": "imported features differ in shape or dtype from the other records'",
     "no_label": "other imported records have a label, this one has none",
@@ -76,8 +78,8 @@ CAPTIONS_SCHEMA = pa.schema(
         ("truncated", pa.bool_()),  # the caption had more tokens than max_tokens
         ("start", pa.int64()),  # first row of its tokens; of pooled vectors alone, its row; null in a plan
         ("checksum", pa.uint64()),  # XXH3-64 of its rows in each caption array, in order; null if they are not finite
-        ("min_cosine", pa.float32()),  # smallest between a token and its stored form; null if stored exactly
-        ("max_error", pa.float32()),  # largest absolute difference of the same; null likewise
+        ("min_cosine", pa.float32()),  # smallest of ``ordinary_cosines``; null if stored exactly
+        ("max_error", pa.float32()),  # largest absolute difference of a number; null likewise
     ]
 )
 # Columns of the source image and its crop.

@@ -12,12 +12,20 @@ from pathlib import Path
 
 import numpy as np
 
-from ...errors import DamageError, LeanditError, ResourceError
+from ...errors import DamageError, LeanditError, RecordRejected, ResourceError
 from ..disk.hashing import xxh3_file
 from ..format.layout import COMMITS, PLAN, PLAN_FILE, Part, Task, commit_path, revision_prefix, rows_path
 from ..format.row_layout import LATENTS
 from ..format.schema import CommitRecord, PlanFile
-from ..format.table_schemas import EMPTY, REJECT_REASONS, REJECTED, ROW_RESULTS, STORED
+from ..format.table_schemas import (
+    EMPTY,
+    LOW_QUALITY,
+    NONFINITE_CAPTION,
+    REJECT_REASONS,
+    REJECTED,
+    ROW_RESULTS,
+    STORED,
+)
 from .catalog import file_entry, read_hashed
 from .plan import FrozenPlan
 
@@ -43,8 +51,24 @@ def new_results(part: Part, num_rows: int) -> np.ndarray:
 
 
 def nonfinite_caption(text: str, class_name: str) -> str:
-    """The detail of a reject of a caption, and of the records that have it."""
+    """What is said of a caption whose embedding is not finite."""
     return f"{class_name} in float32 produced NaN or infinity for the caption {text[:80]!r}"
+
+
+def reject_of_caption(text: str, class_name: str, min_cosine: float | None) -> RecordRejected:
+    """The reject of a caption, and of the records that have it.
+
+    Args:
+      class_name: of the text encoder.
+      min_cosine: of its tokens as stored with those of the encoder; None if these are not finite.
+    """
+    if min_cosine is None:
+        return RecordRejected("encode", NONFINITE_CAPTION, nonfinite_caption(text, class_name))
+    detail = (
+        f"a token of the caption {text[:80]!r} has a cosine of {min_cosine:.4f} as stored with that of {class_name}, "
+        "without its largest numbers; store.on_low_quality rejects it"
+    )
+    return RecordRejected("encode", LOW_QUALITY, detail)
 
 
 def read_commit(

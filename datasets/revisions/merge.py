@@ -14,16 +14,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
+from ...errors import RecordRejected
 from ..disk.cached import cached_property
 from ..disk.spill import map_array, one_chunk
 from ..format.buckets import bucket_size, centre_crop
 from ..format.layout import CaptionLayout, Task
 from ..format.row_layout import LATENTS
-from ..format.schema import CommitRecord
+from ..format.schema import CommitRecord, TextEncoder
 from ..format.table_schemas import (
     CAPTION_RESULTS,
     CAPTION_START,
     COMPANION_RESULTS,
+    EMPTY,
     PLACEMENT,
     REJECTED,
     ROW_RESULTS,
@@ -33,7 +35,7 @@ from ..format.table_schemas import (
     suffixes,
 )
 from ..format.tables import ROW_GROUP, row_groups
-from .commits import nonfinite_caption
+from .commits import reject_of_caption
 from .plan import FrozenPlan, caption_owners
 
 pc: Any = pyarrow.compute  # its functions are made at run time, no type checker sees them
@@ -130,7 +132,7 @@ class Merge:
         return {part.captions.name: part.captions for part in parts if part.captions}
 
     def _lost_captions(self) -> dict[str, np.ndarray]:
-        """Ids of the captions whose embeddings are not finite, of this revision and earlier ones, by text encoder."""
+        """Ids of the captions that are rejected, of this revision and earlier ones, by text encoder."""
         lost = {}
         for name, suffix in suffixes(self._plan.spec).items():
             is_lost = self._plan.captions[f"checksum{suffix}"].is_null().to_numpy()
@@ -139,6 +141,16 @@ class Merge:
             is_lost[new] = self._texts[name].values["state"][new] == REJECTED
             lost[name] = np.flatnonzero(is_lost)
         return lost
+
+    def _reject_of_caption(self, caption: int, encoder: TextEncoder) -> RecordRejected:
+        """The reject of a caption of this revision or of an earlier one, by its id."""
+        table = self._plan.captions
+        cosine = table[f"min_cosine{suffixes(self._plan.spec)[encoder.name]}"][caption].as_py()
+        layout = self._caption_layouts.get(encoder.name)
+        if layout and caption >= layout.first_caption:
+            result = float(self._texts[encoder.name].values["min_cosine"][caption])
+            cosine = None if np.isnan(result) else result
+        return reject_of_caption(table["text"][caption].as_py(), encoder.encoder.class_name, cosine)
 
     def _reject_captions(self, columns: Columns, lost: dict[str, np.ndarray], is_allowed: np.ndarray) -> np.ndarray:
         """Reject the records with captions that are lost. Returns: (rows,) bool, which these are.
@@ -155,13 +167,13 @@ class Merge:
             if not len(own):
                 continue
             is_rejected[own] = True
-            texts = self._plan.captions["text"].take(pa.array(ids[found[first]])).to_pylist()
-            details = pa.array([nonfinite_caption(text, one.encoder.class_name) for text in texts])
+            rejects = [self._reject_of_caption(caption, one) for caption in ids[found[first]].tolist()]
             index = np.full(len(is_allowed), -1)
             index[own] = np.arange(len(own))
-            columns["detail"] = _where(index >= 0, details.take(pa.array(index, mask=index < 0)), columns["detail"])
-        for name, value in (("stage", "encode"), ("reason", "nonfinite_caption")) if is_rejected.any() else ():
-            columns[name] = _where(is_rejected, pa.scalar(value), columns[name])
+            positions = pa.array(index, mask=index < 0)
+            for name in ("stage", "reason", "detail"):
+                texts = pa.array([getattr(reject, name) for reject in rejects])
+                columns[name] = _where(index >= 0, texts.take(positions), columns[name])
         return is_rejected
 
     def captions(self) -> Iterator[pa.Table]:
@@ -206,11 +218,13 @@ class _Results:
     def fill(self, columns: Columns, rows: slice) -> None:
         """Put the results into the columns of some rows, where there are any."""
         values = self.values[rows]
-        is_stored = values["state"] == STORED
-        for column, name in self.columns.items() if is_stored.any() else ():
+        has_result = values["state"] != EMPTY
+        if not has_result.any():
+            return
+        for column, name in self.columns.items():
             numbers = np.ascontiguousarray(values[name])
-            is_absent = np.isnan(numbers) if numbers.dtype.kind == "f" else (name == "source_checksum") & (numbers == 0)
-            columns[column] = _where(is_stored, pa.array(numbers, mask=is_absent), columns[column])
+            is_absent = np.isnan(numbers) if numbers.dtype.kind == "f" else numbers == 0  # no checksum is 0
+            columns[column] = _where(has_result, pa.array(numbers, mask=is_absent), columns[column])
 
 
 class _SparseTexts:

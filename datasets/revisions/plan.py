@@ -34,7 +34,7 @@ from ..format.layout import (
     zarr_files,
 )
 from ..format.row_layout import bucket_part, num_stored_tokens
-from ..format.schema import FORMAT_VERSION, FileEntry, Manifest, PlanFile, SelfCheck, StoreSpec
+from ..format.schema import FORMAT_VERSION, FileEntry, LayerQuality, Manifest, PlanFile, SelfCheck, StoreSpec
 from ..format.table_schemas import CAPTION_RESULTS, CAPTION_START, captions_schema, plan_schema, suffixes
 from ..format.tables import map_parquet, parquet_file, table_problem
 from .catalog import Link, check_link, file_entry, read_hashed, read_manifest, sealed_revisions
@@ -60,6 +60,7 @@ class FrozenPlan:
       captions: as ``captions_schema``; those that this revision adds come last, sorted by length.
       recorded_hash: from the store; empty for a new plan.
       self_check: of the autoencoder, made before the first plan of the store was frozen; None without one.
+      quality: of the int8 groups that the revision begins, on a sample; the manifest also has those before it.
       before: the revision before, whose arrays it extends; None for the first one, and where it copies.
       shard_rows: as ``RevisionLayout.shard_rows``.
     """
@@ -73,6 +74,7 @@ class FrozenPlan:
     captions: pa.Table
     recorded_hash: str = ""
     self_check: SelfCheck | None = None
+    quality: Sequence[LayerQuality] = ()
     before: Manifest | None = None
     shard_rows: Mapping[str, int] = field(default_factory=dict)
 
@@ -205,6 +207,7 @@ def freeze_plan(root: Path, plan: FrozenPlan, *, replace: bool = False) -> Froze
         files=[file_entry(name, content) for name, content in tables.items()],
         self_check=plan.self_check,
         shard_rows=dict(plan.shard_rows),
+        quality=list(plan.quality),
         sha256="",
     ).with_hash()
     folder = root / revision_prefix(plan.revision) / PLAN
@@ -282,6 +285,7 @@ def _read_plan(root: Path, revision: int, is_sealed: bool) -> FrozenPlan:
         captions=captions,
         recorded_hash=recorded_hash,
         self_check=content.self_check,
+        quality=content.quality,
         before=before,
         shard_rows=shard_rows,
     )

@@ -120,6 +120,7 @@ def seal_files(root: Path, plan: FrozenPlan) -> tuple[Files, Manifest]:
         files=[entries[path] for path in sorted(entries)],
         root_hash="",
         self_check=plan.self_check or (before and before.self_check),
+        quality=[*(before.quality if before else []), *plan.quality],
         statistics=of_latents,
     )
     manifest = manifest.with_hash()

@@ -70,9 +70,9 @@ def describe_store(
 
     Args:
       source: supplies the class names; None to omit them.
-      known: present spec, whose text encoders and features come first, in its order, wherever the recipe has them, and
-        whose sample captions stay; with vae.batch_size = 0 its batch size is kept, otherwise the largest that fits is
-        measured.
+      known: present spec. Its text encoders and features come first, in its order, wherever the recipe has them; its
+        sample captions stay, and what was decided for store.on_low_quality. With vae.batch_size = 0 its batch size is
+        kept, otherwise the largest that fits is measured.
     Raises: RecipeError: the VAE cannot encode images of a bucket's size. ResourceError: not even one image fits.
     """
     downscale, batch_size = encoders.image.downscale, recipe.vae.batch_size
@@ -91,7 +91,7 @@ def describe_store(
                 f"{side_px} px, and would squeeze all others into them. Set images.resolution = {side_px} and "
                 'images.buckets = "square".'
             )
-    text_dtype = recipe.store.dtype if recipe.store.text_dtype == "auto" else recipe.store.text_dtype
+    text_dtypes = {name: _text_dtype(recipe, name, known) for name in recipe.text}
     if not batch_size and known:
         batch_size = known.latent.batch_size
     elif not batch_size:  # one number for all buckets: what fits the largest
@@ -115,11 +115,13 @@ def describe_store(
             variant_zoom=images.variant_zoom if images.variants > 1 else 1.0,
         ),
         latent=latent,
-        text=unnamed and unnamed.text_spec(recipe.text[""], text_dtype),
+        text=unnamed and unnamed.text_spec(recipe.text[""], text_dtypes[""]),
         vae=encoders.image.identity,
         text_encoder=unnamed and unnamed.identity,
         texts=[
-            TextEncoder(name=name, spec=encoder.text_spec(recipe.text[name], text_dtype), encoder=encoder.identity)
+            TextEncoder(
+                name=name, spec=encoder.text_spec(recipe.text[name], text_dtypes[name]), encoder=encoder.identity
+            )
             for name in _in_order(filter(None, recipe.text), known.texts if known else ())
             for encoder in [encoders.captions[name]]
         ],
@@ -138,6 +140,16 @@ def describe_store(
         codec=recipe.store.codec,
         recipe=recipe.model_dump(),
     ).with_fingerprint()
+
+
+def _text_dtype(recipe: PrecomputeRecipe, name: str, known: StoreSpec | None) -> str:
+    """Dtype of the captions of a text encoder; of a planned store, as store.on_low_quality was decided then."""
+    dtype = recipe.store.caption_dtype
+    if dtype == "int8" and recipe.store.on_low_quality == "float16" and known:
+        planned = {encoder.name: encoder.spec.dtype for encoder in known.text_encoders}
+        if planned.get(name) == "float16":
+            return "float16"
+    return dtype
 
 
 def _in_order(names: Iterable[str], known: Sequence[TextEncoder | FeatureEncoder]) -> list[str]:

@@ -95,7 +95,7 @@ class ImportStore(Section):
     dtype: Literal["source", "float16", "float32"] = "source"
     """Dtype of latents and caption embeddings; "source": as in the source, exactly (bfloat16 latents: float32)."""
     text_dtype: Literal["same", "source", "float16", "bfloat16", "float32", "int8"] = "same"
-    """Dtype of caption embeddings: "same" as store.dtype; "int8", with a scale per token, halves bfloat16."""
+    """Dtype of caption embeddings: "same" as store.dtype; "int8", with a scale per 64 numbers, halves bfloat16."""
     shard_mib: Annotated[int, Field(ge=1, le=4096)] = 64
     """Size at which a shard is full."""
     codec: Literal["none", "blosc"] = "none"

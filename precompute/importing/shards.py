@@ -10,7 +10,7 @@ import numpy as np
 
 from ...datasets.disk.spill import TakenColumn
 from ...datasets.format.layout import Part
-from ...datasets.format.token_dtypes import is_storable, narrow, quality
+from ...datasets.format.token_dtypes import is_storable, measure_quality, narrow
 from ...datasets.format.zarr_shard import ArrayLayout
 from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.revisions.writer import row_checksum
@@ -143,9 +143,10 @@ class CaptionShard(ImportShard):
         """
         spec = self._layout.spec
         dtype = spec.dtype if spec.has_tokens else spec.pooled_dtype
+        num_layers = spec.num_layers if spec.has_tokens else 1
         for item, values in zip(batch, outputs, strict=True):
             rows = values.reshape(-1, values.shape[-1]).astype(np.float32)
-            stored = narrow(rows, dtype) if np.isfinite(rows).all() else None
+            stored = narrow(rows, dtype, num_layers) if np.isfinite(rows).all() else None
             if stored is None or not is_storable(stored, dtype):
                 what = f"--null '{self._null}'" if self.part.is_null else f"record '{self._entries[item].key}'"
                 raise SourceError(
@@ -153,7 +154,7 @@ class CaptionShard(ImportShard):
                     "store.dtype=source, or with text.check=content, which rejects what is broken."
                 )
             is_narrowed = spec.dtype != "float32" and dtype != values.dtype.name and not self.part.is_null
-            measured = quality(rows, stored, dtype) if is_narrowed else None
+            measured = measure_quality(rows, stored, dtype, num_layers) if is_narrowed else None
             self.store(item, stored.parts, quality=measured)
         return []
 

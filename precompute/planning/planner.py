@@ -13,7 +13,7 @@ import pyarrow.compute
 
 from ...datasets.format.layout import next_row
 from ...datasets.format.row_layout import buckets_of
-from ...datasets.format.schema import SelfCheck, StoreSpec
+from ...datasets.format.schema import StoreSpec
 from ...datasets.format.table_schemas import plan_schema, suffixes
 from ...datasets.revisions.catalog import read_manifest
 from ...datasets.revisions.local import with_stored_encoder_paths
@@ -45,7 +45,7 @@ class Planner:
       spec: of the revision; None to plan images only.
       tokenizers: of the text encoders, by name.
       progress: called while scanning.
-      check: checks the autoencoder on images of a plan that starts a stack, before it is frozen.
+      check: checks the encoders on a sample of a plan before it is frozen; returns the plan with what it found.
     """
 
     root: Path
@@ -55,7 +55,7 @@ class Planner:
     tokenizers: Mapping[str, CaptionTokenizer]
     decoders: Decoders
     progress: Progress
-    check: Callable[[FrozenPlan], SelfCheck | None] = lambda plan: None
+    check: Callable[[FrozenPlan], FrozenPlan] = lambda plan: plan
 
     def plan_first(self) -> FrozenPlan:
         """Plan every record of the source as the first revision.
@@ -69,8 +69,7 @@ class Planner:
 
         Raises: SourceError: no record can be encoded, or too many are rejected; EncoderError: of the check.
         """
-        plan = self.plan(all_fresh(self.source.records), None)
-        return replace(plan, self_check=self.check(plan))
+        return self.check(self.plan(all_fresh(self.source.records), None))
 
     def plan_next(self, options: Options) -> tuple[FrozenPlan | None, Comparison | None]:
         """Compare the source with the newest, complete revision, and plan the next one if they differ.
@@ -91,7 +90,7 @@ class Planner:
         comparison, base = self.compare(options)
         if comparison is None or base is None:
             return None, comparison
-        return self.plan(comparison, base), comparison
+        return self.check(self.plan(comparison, base)), comparison
 
     def compare(self, options: Options) -> tuple[Comparison | None, FrozenPlan | None]:
         """Compare the source with the newest, complete revision; writes nothing.

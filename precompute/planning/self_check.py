@@ -22,6 +22,7 @@ from ...datasets.batches.latents import denormalise, mean_latents
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.row_layout import LATENTS
 from ...datasets.format.schema import CheckedImage, SelfCheck
+from ...datasets.format.token_dtypes import INT8_RANGE
 from ...datasets.revisions import latent_statistics
 from ...datasets.revisions.latent_statistics import MEAN_LIMIT, STD_LIMITS
 from ...datasets.revisions.plan import FrozenPlan
@@ -106,7 +107,7 @@ def check_encoders(
     columns = [column for column in image_columns(encoders, plan.spec.latent).values() if column.image == OWN]
     images: list[EncodedImage] = []
     for position in checked_positions(plan):
-        image = _encoded_image(plan, position, columns, decoders, source)
+        image = encode_image(plan, position, columns, decoders, source)
         if image:
             images.append(image)
             progress(len(images))
@@ -152,7 +153,7 @@ def checked_positions(plan: FrozenPlan) -> Iterator[int]:
     yield from (int(candidates[i]) for _, i in hashed[:ATTEMPTS])
 
 
-def _encoded_image(
+def encode_image(
     plan: FrozenPlan, position: int, columns: Sequence[Column], decoders: Decoders, source: OpenedSource
 ) -> EncodedImage | None:
     """One record, encoded; None if it is rejected, as it will be when the store is made."""
@@ -198,10 +199,13 @@ def _check_outputs(
             wider = 'store.dtype = "float32"'
         else:
             setting = f'features.{column.group}.dtype = "{column.token_dtype}"'
-            wider = f'features.{column.group}.dtype = "int8", which has a scale for each token'
+            wider = f'features.{column.group}.dtype = "int8", which has scales'
+        advice = "Check the weights of the model."
+        if largest <= INT8_RANGE or is_latent:
+            advice = f"Set {wider}, or check the weights of the model."
         raise EncoderError(
             f"{model.label}: its outputs reach {largest:.3g} for {tried}, which {setting} cannot hold. Nothing was "
-            f"written. Set {wider}, or check the weights of the model."
+            f"written. {advice}"
         )
 
 

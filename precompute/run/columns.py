@@ -16,7 +16,14 @@ import numpy as np
 
 from ...datasets.format.row_layout import LATENTS, MASK
 from ...datasets.format.schema import LOGVAR_RANGE, LatentSpec
-from ...datasets.format.token_dtypes import StoredTokens, narrow, narrow_latents, quality
+from ...datasets.format.token_dtypes import (
+    INT8_RANGE,
+    StoredTokens,
+    TokenQuality,
+    measure_quality,
+    narrow,
+    narrow_latents,
+)
 from ...errors import RecordRejected
 from ..encoders.loading import Encoders
 from ..encoders.pretrained import encode_if_it_fits
@@ -33,9 +40,6 @@ Outputs = list[np.ndarray]
 
 Views = Mapping[str, Sequence[np.ndarray]]
 """By image (OWN, or the name of a companion), for each view: (B, height_px, width_px, 3) uint8 pixels."""
-
-Quality = tuple[float, float]
-"""Smallest cosine between an encoder's token and its stored form, and the largest absolute error."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class Column:
         with self.in_float32():
             return self.encode(pixels)
 
-    def quality(self, outputs: Outputs, rows: Sequence[np.ndarray]) -> Quality | None:
+    def quality(self, outputs: Outputs, rows: Sequence[np.ndarray]) -> TokenQuality | None:
         """What narrowing cost the tokens of one record; None for latents and masks.
 
         Args:
@@ -74,17 +78,28 @@ class Column:
         """
         if not self.token_dtype:
             return None
-        rest, measured = [one[0] for one in rows], list[Quality]()
-        for tokens in outputs:
-            parts = [rest.pop(0) for _ in range(2 if self.token_dtype == "int8" else 1)]
-            stored = StoredTokens.of([np.atleast_2d(parts[0]), *(np.atleast_1d(scales) for scales in parts[1:])])
-            measured.append(quality(np.atleast_2d(tokens[0]), stored, self.token_dtype))
+        arrays_per_output = 2 if self.token_dtype == "int8" else 1
+        measured = list[TokenQuality]()
+        for number, tokens in enumerate(outputs):
+            width = tokens.shape[-1]
+            first = number * arrays_per_output
+            stored_rows = rows[first].reshape(-1, width)  # a class token is one row
+            scales = None
+            if arrays_per_output == 2:
+                scales = rows[first + 1].reshape(-1, *rows[first + 1].shape[-2:])
+            stored = StoredTokens(stored_rows, scales)
+            measured.append(measure_quality(tokens.reshape(-1, width), stored, self.token_dtype))
         return worst(measured)
 
 
-def worst(measured: Sequence[Quality]) -> Quality | None:
+def worst(measured: Sequence[TokenQuality]) -> TokenQuality | None:
     """The smallest cosine and the largest error; None if nothing was measured."""
-    return (min(cosine for cosine, _ in measured), max(error for _, error in measured)) if measured else None
+    if not measured:
+        return None
+    return TokenQuality(
+        min_cosine=min(quality.min_cosine for quality in measured),
+        max_error=max(quality.max_error for quality in measured),
+    )
 
 
 def latent_column(encoder: ImageEncoder, spec: LatentSpec, group: str = LATENTS) -> Column:
@@ -124,14 +139,15 @@ def to_stored(moments: np.ndarray, spec: LatentSpec, records: np.ndarray) -> np.
     Args:
       moments: (B, 2C, H, W) mean and log-variance, or (B, C, H, W) latents; float32.
       records: (B,) positions in the records table: the key of a stored sample.
-    Returns: (B, row_channels, H, W); float32 if latents for int8 are not finite, which are rejected.
+    Returns: (B, row_channels, H, W); infinity in float32 where int8 cannot hold latents, which are rejected.
     """
     if spec.kind == "mean":
         moments = moments[:, : spec.channels]
     elif spec.kind == "sample":
         moments = sample_once(moments, records)
     if spec.dtype == "int8":
-        return narrow_latents(moments) if np.isfinite(moments).all() else moments
+        is_storable = np.abs(moments) <= INT8_RANGE
+        return narrow_latents(moments) if is_storable.all() else np.where(is_storable, moments, np.inf)
     with np.errstate(over="ignore"):  # overflow becomes infinity, which is rejected
         return moments.astype(spec.dtype)
 
@@ -157,8 +173,7 @@ def sample_once(moments: np.ndarray, records: np.ndarray) -> np.ndarray:
 def _narrowed_tokens(outputs: Outputs, dtype: str) -> list[np.ndarray]:
     rows = []
     for tokens in outputs:  # (B, T, D), or (B, D) of class tokens
-        stored = narrow(tokens.reshape(-1, tokens.shape[-1]), dtype)
-        rows += [part.reshape(tokens.shape[: tokens.ndim - 2 + part.ndim]) for part in stored.parts]
+        rows += narrow(tokens, dtype).parts
     return rows
 
 
@@ -206,7 +221,7 @@ class StoredRow:
     """One record in the store's dtypes: the rows and the quality of each column, and its ``fallback``."""
 
     rows: list[list[np.ndarray]]
-    qualities: list[Quality | None]
+    qualities: list[TokenQuality | None]
     fallback: str
 
 
@@ -220,7 +235,7 @@ def stored_row(
     """
     keys, all_rows, qualities, is_exact = np.array([record]), [], [], False
     for column, of_views in zip(columns, encoded.outputs, strict=True):
-        rows, measured = list[np.ndarray](), list[Quality]()
+        rows, measured = list[np.ndarray](), list[TokenQuality]()
         for of_rows, pixels in zip(of_views, views[column.image], strict=True):
             if (outputs := of_rows[i]) is None:
                 return _too_large(pixels)
@@ -235,7 +250,9 @@ def stored_row(
             if not _is_finite(narrowed):
                 return RecordRejected("encode", "nonfinite", f"{column.model} output")
             rows += [one[0] for one in narrowed]
-            measured += [one] if (one := column.quality(outputs, narrowed)) else []
+            quality = column.quality(outputs, narrowed)
+            if quality:
+                measured.append(quality)
         all_rows.append(rows)
         qualities.append(worst(measured))
     num_rows = len(next(iter(views.values()))[0])

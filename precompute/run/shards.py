@@ -16,16 +16,21 @@ import numpy as np
 from ...datasets.format.layout import Part, Task
 from ...datasets.format.schema import Fallback, Reject, TextSpec
 from ...datasets.format.table_schemas import REJECTED, STORED
-from ...datasets.format.token_dtypes import is_storable, narrow, quality
-from ...datasets.revisions.commits import new_results, nonfinite_caption
+from ...datasets.format.token_dtypes import TokenQuality, is_storable, measure_quality, narrow
+from ...datasets.revisions.commits import new_results, reject_of_caption
 from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.revisions.writer import row_checksum
 from ...errors import EncoderError, RecordRejected
 from ..encoders.text.encoder import CaptionEncoder, EncodedCaptions
 from ..encoders.text.tokenizer import of_table
 from ..images.decoders import Decoded
-from .columns import Column, EncodedBatch, Quality, Views, encode_batch, forward_rows_of, stored_row, worst
+from .columns import Column, EncodedBatch, Views, encode_batch, forward_rows_of, stored_row, worst
 from .inputs import PartImages
+
+NULL_ADVICE = (
+    'It is the null caption, which training needs. Use store.text_dtype = "float16" or "float32", or another '
+    "store.on_low_quality."
+)
 
 Outcomes = list[tuple[str, RecordRejected | None]]
 
@@ -84,7 +89,7 @@ class Shard:
         values: Sequence[np.ndarray],
         *,
         group: int = 0,
-        quality: Quality | None = None,
+        quality: TokenQuality | None = None,
         source_checksum: int = 0,
         size: tuple[int, int] = (0, 0),
     ) -> None:
@@ -247,15 +252,24 @@ class CaptionShard(Shard):
 
     Args:
       wanted: captions whose batches alone are encoded, counted from the first of the part; None for all.
+      rejects_below: smallest cosine (``ordinary_cosines``) of a caption that is not rejected.
     """
 
     stage = "text"
 
     def __init__(
-        self, plan: FrozenPlan, part: Part, number: int, encoder: CaptionEncoder, wanted: Set[int] | None = None
+        self,
+        plan: FrozenPlan,
+        part: Part,
+        number: int,
+        encoder: CaptionEncoder,
+        wanted: Set[int] | None = None,
+        *,
+        rejects_below: float = -1.0,
     ) -> None:
         assert part.captions is not None, "a task of captions"
         self._layout, self.model, self._wanted = part.captions, encoder, wanted
+        self._rejects_below = rejects_below
         super().__init__(part, number)
         self._texts = [""]
         if not part.is_null:
@@ -283,29 +297,39 @@ class CaptionShard(Shard):
             return self.model.encode_null() if self.part.is_null else self.model.encode(inputs, must_be_finite=False)
 
     def put(self, batch: np.ndarray, inputs: list[str], outputs: EncodedCaptions) -> Outcomes:
-        """Store the embeddings in the store's dtype; captions whose embeddings are not finite are rejected.
+        """Store the embeddings in the store's dtype; captions whose embeddings are not finite, or lose too
+        much where store.on_low_quality says so, are rejected.
 
-        Raises: EncoderError: a value exceeds its range.
+        Raises: EncoderError: a value exceeds its range, or the null caption would be rejected.
         """
+        assert self.model is not None
         outcomes, is_finite = Outcomes(), outputs.is_finite
         for number, i in enumerate(batch.tolist()):
+            text = inputs[number]
+            rows, quality = list[np.ndarray](), None
+            if is_finite[number]:
+                with of_table(self._layout.name):
+                    rows, quality = stored_caption(*outputs.row(number), self._layout.spec)
+            reject = None
             if not is_finite[number]:
-                assert self.model is not None
-                detail = nonfinite_caption(inputs[number], self.model.identity.class_name)
-                reject = RecordRejected("encode", "nonfinite_caption", detail)
-                self.reject(i, inputs[number], reject)
-                outcomes.append((inputs[number][:80], reject))
-                continue
-            outcomes.append((inputs[number][:80], None))
-            with of_table(self._layout.name):
-                rows, measured = stored_caption(*outputs.row(number), self._layout.spec)
-            self.store(i, rows, quality=measured)
+                reject = reject_of_caption(text, self.model.identity.class_name, None)
+            elif quality and quality.min_cosine < self._rejects_below:
+                reject = reject_of_caption(text, self.model.identity.class_name, quality.min_cosine)
+            if reject and self.part.is_null:
+                raise EncoderError(f"{self.model.label}: {reject.detail}. {NULL_ADVICE}")
+            if reject:
+                self.reject(i, text, reject)
+                if quality:  # the table shows the cosine of a caption that was rejected for it
+                    self.results["min_cosine"][i], self.results["max_error"][i] = quality
+            else:
+                self.store(i, rows, quality=quality)
+            outcomes.append((text[:80], reject))
         return outcomes
 
 
 def stored_caption(
     tokens: np.ndarray | None, pooled: np.ndarray | None, spec: TextSpec
-) -> tuple[list[np.ndarray], Quality | None]:
+) -> tuple[list[np.ndarray], TokenQuality | None]:
     """A caption in the store's dtypes: rows of each array, and what narrowing cost.
 
     Args:
@@ -313,18 +337,20 @@ def stored_caption(
       pooled: (P,) float32, None if it is not stored.
     Raises: EncoderError: a value exceeds the range of the dtype.
     """
-    rows, measured = list[np.ndarray](), list[Quality]()
-    for values, dtype in ((tokens, spec.dtype), (None if pooled is None else pooled[None], spec.pooled_dtype)):
+    rows, measured = list[np.ndarray](), list[TokenQuality]()
+    vectors = None if pooled is None else pooled[None]
+    for values, dtype, num_layers in ((tokens, spec.dtype, spec.num_layers), (vectors, spec.pooled_dtype, 1)):
         if values is None:
             continue
-        stored = narrow(values, dtype)
+        stored = narrow(values, dtype, num_layers)
         if not is_storable(stored, dtype):
             raise EncoderError(
                 f"store.text_dtype '{dtype}': it cannot hold a caption embedding's {np.abs(values).max():.4g}. Use "
-                'store.text_dtype = "bfloat16", "int8" or "float32".'
+                'store.text_dtype = "bfloat16" or "float32".'
             )
         rows += stored.parts
-        measured += [quality(values, stored, dtype)] if dtype != "float32" else []
+        if dtype != "float32":
+            measured.append(measure_quality(values, stored, dtype, num_layers))
     return rows, worst(measured)
 
 

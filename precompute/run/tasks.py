@@ -17,14 +17,17 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from ...datasets.format.layout import COMMITS, Task, is_image_task, revision_prefix
 from ...datasets.format.schema import Manifest
+from ...datasets.format.table_schemas import STORED
 from ...datasets.revisions.catalog import sweep_store
 from ...datasets.revisions.plan import FrozenPlan
 from ...datasets.revisions.writer import StoreWriter
 from ...errors import ResourceError, SourceError
 from ...units import readable_size
-from ..config import SourceSection
+from ..config import SourceSection, StoreSection
 from ..encoders.loading import Encoders
 from ..encoders.text.encoder import CaptionEncoder, TokenCount
 from ..images.decoders import Decoders
@@ -59,12 +62,16 @@ class ShardRunner(ABC):
       num_encoded: images in the shards that this process has committed.
       num_ignored_profiles: those of them whose color profile could not be used.
       num_left: shards that were left to other parts.
+      num_low_quality: captions that were stored although a token's cosine is below ``store.min_text_cosine``.
+      store: the section of the recipe.
     """
 
     clock: StageClock = field(default_factory=StageClock)
     num_encoded: int = 0
     num_ignored_profiles: int = 0
     num_left: int = 0
+    num_low_quality: int = 0
+    store: StoreSection = field(default_factory=StoreSection)
 
     @property
     @abstractmethod
@@ -150,9 +157,30 @@ class ShardRunner(ABC):
     def _commit(self, writer: StoreWriter, leases: Leases, shard: Shard) -> None:
         with self.clock.measure("write"):
             num_committed = commit_shard(writer, leases, shard)
+        if shard.part.captions and not shard.part.is_null:
+            self._announce_quality(writer.plan, shard)
         self.num_encoded += num_committed
         if num_committed:
             self.num_ignored_profiles += sum(PROFILE_IGNORED in fallback.how for fallback in shard.fallbacks)
+
+    def _announce_quality(self, plan: FrozenPlan, shard: Shard) -> None:
+        """Count the captions of low quality that a shard stores, and log the first of all."""
+        results = shard.results[:, 0]
+        is_low = (results["min_cosine"] < self.store.min_text_cosine) & (results["state"] == STORED)
+        if is_low.any() and not self.num_low_quality:
+            assert shard.part.captions is not None
+            item = int(np.argmax(is_low))
+            text = plan.captions_of(shard.part)["text"][shard.items[item]].as_py()
+            LOG.warning(
+                "%s: caption %r: a token has a cosine of %.4f with the encoder's, without its largest 1 %%; expected "
+                "store.min_text_cosine = %g. This and further such captions are stored. Another store.text_dtype loses "
+                "less, or see store.on_low_quality",
+                shard.part.name,
+                text[:80],
+                results["min_cosine"][item],
+                self.store.min_text_cosine,
+            )
+        self.num_low_quality += int(is_low.sum())
 
     def filled(
         self, shards: Iterable[Shard], *, on_batch: Callable[[Shard, int, Outcomes], None] = lambda *_: None
@@ -302,7 +330,14 @@ class Runner(ShardRunner):
             (name, number), wanted = task, (remade or {}).get(task)
             part = plan.layout.parts[name]
             if part.captions:
-                yield CaptionShard(plan, part, number, self.encoders.captions[part.captions.name], wanted)
+                yield CaptionShard(
+                    plan,
+                    part,
+                    number,
+                    encoder=self.encoders.captions[part.captions.name],
+                    wanted=wanted,
+                    rejects_below=self.store.min_text_cosine if self.store.on_low_quality == "reject" else -1.0,
+                )
                 continue
             if name not in images_of:
                 images_of[name] = PartImages(plan, part, reader)

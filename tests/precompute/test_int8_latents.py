@@ -1,4 +1,4 @@
-"""Latents as int8 with a scale for each position (``store.dtype = "int8"``)."""
+"""Latents as int8 with a scale for each 64 channels of a position (``store.dtype = "int8"``)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from PIL import Image
 from stores import deep
 
 from leandit.datasets.batches.latents import final_latents, mean_latents
+from leandit.datasets.format.schema import LatentSpec
 from leandit.datasets.format.token_dtypes import narrow_latents, widen_latents
 from leandit.datasets.maintenance.verify import verify_store
 from leandit.datasets.store import LatentStore
@@ -34,18 +35,31 @@ def stores(class_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     return found
 
 
-def test_a_position_has_its_largest_number_over_127_as_scale_in_four_more_channels() -> None:
-    latents = np.random.default_rng(0).normal(size=(3, 6, 2, 5)).astype(np.float32)
+@pytest.mark.parametrize("channels", [1, 6, 63, 64, 65, 130, 768])
+def test_a_position_has_a_scale_for_each_64_channels_in_further_channels(channels: int) -> None:
+    latents = np.random.default_rng(0).normal(size=(3, channels, 2, 5)).astype(np.float32)
     latents[1, :, 0, 0] = 0
+    latents[2, channels // 2] *= 300
     stored = narrow_latents(latents)
-    assert (stored.shape, stored.dtype, stored.flags.c_contiguous) == ((3, 10, 2, 5), np.dtype(np.int8), True)
-    for image, row, column in np.ndindex(3, 2, 5):  # FORMAT.md's words, a position at a time
-        largest = np.abs(latents[image, :, row, column]).max() / 127
-        assert np.frombuffer(stored[image, 6:, row, column].tobytes(), "<f4")[0] == np.float32(largest)
+    groups = -(-channels // 64)
+    assert (stored.shape, stored.dtype) == ((3, channels + 2 * groups, 2, 5), np.dtype(np.int8))
+    assert stored.flags.c_contiguous
     numbers = widen_latents(stored)
-    scales = np.abs(latents).max(axis=1, keepdims=True) / 127
-    assert (np.abs(numbers - latents) <= scales * 0.501).all()
-    assert (numbers[1, :, 0, 0] == 0).all()
+    for image, row, column in np.ndindex(3, 2, 5):  # FORMAT.md's words, a position at a time
+        scales = np.frombuffer(stored[image, channels:, row, column].tobytes(), "<f2").astype(np.float32)
+        for group, scale in enumerate(scales):
+            part = slice(64 * group, min(64 * group + 64, channels))
+            exact = latents[image, part, row, column]
+            assert scale == pytest.approx(np.abs(exact).max() / 127, rel=2e-3)
+            np.testing.assert_array_equal(numbers[image, part, row, column], stored[image, part, row, column] * scale)
+            assert np.abs(numbers[image, part, row, column] - exact).max() <= 0.501 * scale
+    spec = LatentSpec(
+        array="latents", kind="latent", channels=channels, stored_channels=channels, downscale=16, dtype="int8",
+        shift=[0.0] * channels, scale=[1.0] * channels, flip=False, batch_size=1, tile_px=0,
+    )  # fmt: skip
+    assert spec.row_channels == stored.shape[1]
+    ours = final_latents(torch.from_numpy(stored), spec, None)
+    np.testing.assert_array_equal(ours.numpy(), numbers)
 
 
 def test_rows_statistics_and_images_are_of_float32_but_for_the_rounding(stores: dict[str, LatentStore]) -> None:
@@ -63,7 +77,7 @@ def test_rows_statistics_and_images_are_of_float32_but_for_the_rounding(stores: 
     decoded = [LatentDecoder.of_store(one, None, CPU).decode_rows(one.latents("32x32")[:4]) for one in (exact, rounded)]
     assert np.abs(decoded[0].astype(int) - decoded[1].astype(int)).max() <= 8
     described = describe_record(rounded, rounded.record_at(0))
-    assert (described["stored_shape"][0], len(described["channel_mean"])) == (spec.channels + 4, spec.channels)
+    assert (described["stored_shape"][0], len(described["channel_mean"])) == (spec.channels + 2, spec.channels)
 
 
 def test_it_is_verified_and_encoded_again_bit_for_bit(stores: dict[str, LatentStore], class_folder: Path) -> None:

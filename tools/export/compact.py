@@ -19,6 +19,7 @@ import pyarrow.compute
 from ...datasets.disk.files import move, temporary_folder
 from ...datasets.disk.strays import sweep_beside
 from ...datasets.format.layout import CaptionLayout, Part
+from ...datasets.format.row_layout import FEATURES, caption_folder
 from ...datasets.format.schema import Fallback, Manifest, Reject, StoreSpec
 from ...datasets.format.table_schemas import (
     CAPTION_RESULTS,
@@ -32,7 +33,7 @@ from ...datasets.format.table_schemas import (
     suffixes,
 )
 from ...datasets.revisions.catalog import planned_revisions, read_manifest, sealed_revisions
-from ...datasets.revisions.commits import new_results, nonfinite_caption
+from ...datasets.revisions.commits import new_results, reject_of_caption
 from ...datasets.revisions.local import openable, with_stored_encoder_paths
 from ...datasets.revisions.plan import FrozenPlan, freeze_plan, read_plan
 from ...datasets.revisions.writer import StoreWriter, row_checksum
@@ -147,6 +148,11 @@ def plan_compaction(store: LatentStore, base: FrozenPlan, spec: StoreSpec, out: 
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         return pa.ListArray.from_arrays(pa.array(offsets), pa.array(new_ids[lists.flatten().to_numpy()]))
 
+    remaining = {
+        "latents",
+        *(caption_folder(encoder.name) for encoder in spec.text_encoders),
+        *(f"{FEATURES}/{feature.name}" for feature in spec.features),
+    }
     schema = plan_schema(spec)
     is_stored = pa.array((rows >= 0).astype(np.int8))
     columns: Columns = {
@@ -169,6 +175,7 @@ def plan_compaction(store: LatentStore, base: FrozenPlan, spec: StoreSpec, out: 
         ),
         captions=captions.select(captions_schema(spec).names).cast(captions_schema(spec)),
         self_check=manifest.self_check,
+        quality=[quality for quality in manifest.quality if quality.group in remaining],
     )
 
 
@@ -269,8 +276,10 @@ class _Copy:
         class_name = self._store.spec.text_encoder_of(layout.name).encoder.class_name
         for i in np.flatnonzero(is_lost).tolist():
             text = table["text"][i].as_py()
-            detail = nonfinite_caption(text, class_name)
-            rejects.append(Reject(row=captions[i], key=text, stage="encode", reason="nonfinite_caption", detail=detail))
+            reject = reject_of_caption(text, class_name, table[f"min_cosine{suffix}"][i].as_py())
+            rejects.append(
+                Reject(row=captions[i], key=text, stage=reject.stage, reason=reject.reason, detail=reject.detail)
+            )
         self._writer.commit(part.name, shard, arrays, results, rejects=rejects)
 
     def _finish(self, results: np.ndarray, table: pa.Table, name: str, suffix: str) -> None:

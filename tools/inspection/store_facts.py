@@ -15,7 +15,7 @@ from ...datasets.format.layout import MANIFEST, revision_prefix
 from ...datasets.format.row_layout import CAPTION_PART, COMPANIONS, FEATURES, caption_folder, caption_rows
 from ...datasets.format.schema import LatentStatistics, Manifest, TextEncoder
 from ...datasets.format.table_schemas import suffixes
-from ...datasets.format.token_dtypes import token_bytes, widen_latents
+from ...datasets.format.token_dtypes import MIN_TEXT_COSINE, token_bytes, widen_latents
 from ...datasets.revisions.catalog import read_manifest, sealed_revisions
 from ...datasets.revisions.latent_statistics import statistics_of, unusual_channels
 from ...datasets.store import LatentStore, Record
@@ -64,6 +64,7 @@ class StoreFacts:
             "companions": self.companions,
             "encoders": self.encoders,
             "self_check": self.self_check,
+            "quality": self.quality,
             "latent_statistics": self.latents,
         }
 
@@ -240,7 +241,7 @@ class StoreFacts:
         """Error and saving of storing captions, of which there are some, in a narrower dtype.
 
         The error is of the captions that stored records name, the bytes are a share of all shards. The cosine of a
-        caption is the smallest cosine between one of its tokens as encoded and as stored.
+        caption is the smallest cosine between one of its tokens as encoded and as stored, without its largest 1 %.
         """
         captions, folder = self._described_captions, caption_folder(encoder.name)
         suffix = suffixes(self.spec)[encoder.name]
@@ -248,6 +249,7 @@ class StoreFacts:
         each, cosines = shards / self.store.captions.num_rows, captions[f"min_cosine{suffix}"]
         return {
             "num_measured": len(cosines) - cosines.null_count,
+            "num_low_quality": pc.sum(pc.less(cosines, self.min_text_cosine)).as_py() or 0,
             **_quality(cosines, captions[f"max_error{suffix}"]),
             "bytes_per_caption": round(each, 1),
             "fewer_than_padded_float16": round(padded_bytes(encoder) / max(each, 1), 2),
@@ -298,6 +300,23 @@ class StoreFacts:
             return None
         median = float(np.median([image.psnr_db for image in check.images]))
         return check.model_dump() | {"median_psnr_db": round(median, 2)}
+
+    @cached_property
+    def quality(self) -> list[dict[str, Any]]:
+        """What int8 cost each layer of a sample, in groups of arrays; empty without int8."""
+        manifest = self.store.manifest
+        return [layer.model_dump() for layer in manifest.quality] if manifest else []
+
+    def layer_quality(self, group: str) -> list[dict[str, Any]]:
+        """``quality`` of the layers of "captions", "captions/NAME", "features/NAME" or "latents"."""
+        return [layer for layer in self.quality if layer["group"] == group]
+
+    @cached_property
+    def min_text_cosine(self) -> float:
+        """The bound of the store's recipe, below which a caption is of low quality."""
+        section = self.spec.recipe.get("store")
+        bound = section.get("min_text_cosine") if isinstance(section, dict) else None
+        return float(bound) if isinstance(bound, int | float) else MIN_TEXT_COSINE
 
     @cached_property
     def min_psnr_db(self) -> float | None:

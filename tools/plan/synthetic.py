@@ -10,6 +10,7 @@ from ...datasets.batches.batch import Batch, FeatureBatch
 from ...datasets.batches.captions import Captions
 from ...datasets.format.buckets import bucket_size
 from ...datasets.format.schema import FeatureSpec, StoreSpec
+from ...datasets.format.token_dtypes import scale_shape
 from ...train.config import TrainRecipe
 from ...train.metrics.flops import latent_size_of
 from ...train.models.spec import ModelSpec
@@ -79,10 +80,11 @@ def synthetic_batch(store: StoreSpec, bucket: str, count: int, tokens: int, devi
 
 def _feature(spec: FeatureSpec, bucket: str, count: int, device: torch.device) -> FeatureBatch:
     """An image feature of noise in int8, patches and class tokens."""
-    patches, cls = (count, math.prod(spec.grid(*bucket_size(bucket)))), (count,)
+    num_patches = math.prod(spec.grid(*bucket_size(bucket)))
+    scales = scale_shape(spec.width)
     return FeatureBatch(
-        stored_patches=torch.randint(-127, 128, (*patches, spec.width), dtype=torch.int8, device=device),
-        patch_scales=torch.rand(patches, device=device),
-        stored_cls=torch.randint(-127, 128, (*cls, spec.width), dtype=torch.int8, device=device),
-        cls_scales=torch.rand(cls, device=device),
+        stored_patches=torch.randint(-127, 128, (count, num_patches, spec.width), dtype=torch.int8, device=device),
+        patch_scales=torch.rand((count, num_patches, *scales), device=device).half(),
+        stored_cls=torch.randint(-127, 128, (count, spec.width), dtype=torch.int8, device=device),
+        cls_scales=torch.rand((count, *scales), device=device).half(),
     )

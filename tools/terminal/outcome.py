@@ -44,6 +44,9 @@ def precompute_rows(report: Report, store: Path) -> Rows:
     if (tokens := report.tokens).num_captions:
         share = f"{tokens.num_padding / tokens.num_tokens:.1%} padding"
         rows.append(("encoded", f"{tokens.num_tokens:,} tokens of {plural(tokens.num_captions, 'caption')}, {share}"))
+    if report.num_low_quality:
+        captions = plural(report.num_low_quality, "caption")
+        rows.append(("quality", f"{captions} of low quality (store.min_text_cosine); see 'leandit inspect'"))
     if not report.num_encoded:
         return [*rows, ("this run", nothing)]
     rows.append(("this run", _rate(report.num_encoded, "image", report.total_seconds)))

@@ -19,6 +19,7 @@ from stores import Everything
 from leandit.datasets.format import schema
 from leandit.datasets.format.layout import RevisionLayout
 from leandit.datasets.format.table_schemas import REJECT_REASONS
+from leandit.datasets.format.token_dtypes import narrow, widen
 from leandit.datasets.format.zarr_shard import ArrayLayout
 from leandit.datasets.store import LatentStore
 from leandit.testing import PageReader, canonical_hash
@@ -134,6 +135,18 @@ ARROW_OF = {"string": pa.string(), "int64": pa.int64(), "int32": pa.int32(), "ui
 ARROW_OF |= {"float32": pa.float32(), "bool": pa.bool_(), "list of int32": pa.list_(pa.int32())}
 
 
+@pytest.mark.parametrize(("width", "num_layers"), [(40, 1), (128, 1), (100, 1), (300, 3), (15360, 3)])
+def test_the_code_for_int8_tokens_gives_their_numbers(width: int, num_layers: int) -> None:
+    """As a reader in another language would, from the page alone."""
+    (code,) = re.findall(r"```python\n(.*?)```", SECTION[1], flags=re.DOTALL)
+    tokens = np.random.default_rng(0).normal(size=(5, width)).astype(np.float32)
+    stored = narrow(tokens, "int8", num_layers)
+    names = {"embeddings": stored.rows, "scales": stored.scales, "numpy": np}
+    exec(code, names)
+    np.testing.assert_array_equal(names["tokens"], widen(stored, "int8"))
+    np.testing.assert_allclose(names["tokens"], tokens, atol=0.02)
+
+
 def test_every_column_of_the_tables_is_named_with_its_type(caption_store: LatentStore) -> None:
     for field in pq.read_schema(caption_store.path / OWN / "records.parquet"):
         _, names, types, *_ = row_of(4, field.name).split("|")
@@ -157,9 +170,13 @@ def test_every_key_of_the_files_of_a_revision_is_named(caption_store: LatentStor
     )
     assert keys_of(schema.LatentStatistics) <= quoted(paragraph(5, "`statistics`"))
     assert keys_of(schema.SelfCheck) | keys_of(schema.CheckedImage) <= quoted(paragraph(5, "`self_check`"))
+    assert keys_of(schema.LayerQuality) <= quoted(paragraph(5, "`quality`"))
     assert keys_of(schema.LocalFile) | keys_of(schema.Origin) <= local
     root = caption_store.path / OWN
-    assert json.loads((root / "manifest.json").read_bytes()).keys() == keys_of(schema.Manifest) - {"self_check"}
+    assert json.loads((root / "manifest.json").read_bytes()).keys() == keys_of(schema.Manifest) - {
+        "self_check",
+        "quality",
+    }
     said = json.loads((root / "local.json").read_bytes())
     assert said.keys() == keys_of(schema.LocalFile)
     assert said.pop("sha256") == canonical_hash(said)

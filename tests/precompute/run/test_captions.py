@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,10 @@ def test_a_caption_is_what_the_encoder_gave_narrowed_once_and_its_quality_is_tha
             assert (row["min_cosine"], row["max_error"]) == (None, None)
             continue
         before, after = torch.from_numpy(wanted), torch.from_numpy(found)
-        cosine = torch.nn.functional.cosine_similarity(before.double(), after.double()).min()
+        width = before.shape[1]
+        smallest = before.abs().argsort(dim=1)[:, : width - math.ceil(width / 100)]  # all but the largest 1 %
+        ordinary = [rows.gather(1, smallest).double() for rows in (before, after)]
+        cosine = torch.nn.functional.cosine_similarity(*ordinary).min()
         assert row["min_cosine"] == pytest.approx(float(cosine), abs=1e-6)
         assert row["max_error"] == pytest.approx(float((before - after).abs().max()), rel=1e-3, abs=1e-6)
         assert 0 < row["max_error"] < 0.1
