@@ -132,6 +132,7 @@ class RecordWriter:
         if sealed_revisions(root):
             self._declaration.check_same(f"store '{root}'", read_spec(root, REVISION))
             self.manifest = read_manifest(root, sealed_revisions(root)[-1])
+            sweep_store(root)
             finish_seal(root, self.manifest)
         else:
             self._check_folder()

@@ -234,7 +234,9 @@ def test_a_kill_at_any_point_costs_nothing_but_time(tmp_path: Path, small_shards
     assert reasons == ["nonfinite", "duplicate_key"]
     steps = len(undisturbed.operations)
     assert steps > 150
-    for number, at in enumerate(range(steps // 20, steps, max(1, steps // num_kills))):
+    second_manifest = max(i for i, step in enumerate(undisturbed.operations) if step == "rename manifest.json")
+    points = [*range(steps // 20, steps, max(1, steps // num_kills)), second_manifest]
+    for number, at in enumerate(points):
         store = tmp_path / f"killed-{number}"
         outcome = start(lambda store=store: write_all(store), failpoint=Failpoint("die", at)).wait()
         assert outcome.died, f"{at}: {outcome.message}"
