@@ -225,8 +225,12 @@ def remove(path: Path) -> None:
         with named_faults(path), hold(path):
             _renew_time(path)
             _rename(path, temporary)
-            _step("remove", temporary)
-            shutil.rmtree(temporary)  # if it fails, the next command sweeps the rest
+            try:
+                _step("remove", temporary)
+                shutil.rmtree(temporary)
+            except OSError:
+                shutil.rmtree(temporary, ignore_errors=True)  # one file that cannot be removed keeps no other
+                raise
     elif os.path.lexists(path):
         with named_faults(path):
             _step("remove", path)
