@@ -84,6 +84,16 @@ class CaptionTokens:
         start, length = int(self.starts[caption_id]), int(self.lengths[caption_id])
         return StoredTokens.of([array.read(start, start + length) for array in self.arrays])
 
+    def shard_paths(self, caption_id: int) -> list[str]:
+        """Paths within the store of the shards that hold the rows of a caption."""
+        paths: list[str] = []
+        if self.spec.has_tokens:
+            for array in self.arrays:
+                paths += array.shard_paths(self.starts[caption_id : caption_id + 1])
+        if self.spec.pooled_width:
+            paths += self.pooled.shard_paths(self.pooled_rows[caption_id : caption_id + 1])
+        return paths
+
     def stored_rows(self, caption_id: int) -> list[np.ndarray]:
         """Rows of a caption in each array that it has: tokens, scales, pooled vectors."""
         rows = self._stored(caption_id).parts if self.spec.has_tokens else []

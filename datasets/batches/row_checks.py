@@ -15,7 +15,6 @@ import numpy as np
 from ...errors import DamageError, RecipeError
 from ..arrays.shard_file import REPAIR
 from ..arrays.sharded_array import ShardedArray
-from ..arrays.tokens import CaptionTokens
 from ..disk.hashing import xxh3_rows
 from ..format.row_layout import POOLED, view_suffixes
 from ..store import LatentStore
@@ -181,18 +180,8 @@ def _check_captions(
         raise _damage(
             store,
             f"caption {caption_id} ({text[:60]!r}) of text encoder '{name}'",
-            _caption_shards(store.text(name), caption_id),
+            store.text(name).shard_paths(caption_id),
         )
-
-
-def _caption_shards(tokens: CaptionTokens, caption_id: int) -> list[str]:
-    """Paths of the shards that hold the rows of a caption."""
-    places = list[tuple[ShardedArray, int]]()
-    if tokens.spec.has_tokens:
-        places += [(array, int(tokens.starts[caption_id])) for array in tokens.arrays]
-    if tokens.spec.pooled_width:
-        places.append((tokens.pooled, int(tokens.pooled_rows[caption_id])))
-    return [path for array, row in places for path in array.shard_paths(np.array([row]))]
 
 
 def _damage(store: LatentStore, what: str, shards: Sequence[str]) -> DamageError:

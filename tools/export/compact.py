@@ -6,9 +6,10 @@ sealed like any revision, in a temporary folder that gets its name when it is co
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from ...datasets.format.table_schemas import (
     plan_schema,
     suffixes,
 )
+from ...datasets.format.zarr_shard import ArrayLayout
 from ...datasets.revisions.catalog import planned_revisions, read_manifest, sealed_revisions
 from ...datasets.revisions.commits import new_results, reject_of_caption
 from ...datasets.revisions.local import openable, with_stored_encoder_paths
@@ -247,7 +249,8 @@ class _Copy:
         for i, (group, layouts) in enumerate(part.groups.items()):
             copied = {one.path: self._store.array(one.path).take(self._rows[positions]) for one in layouts}
             results["checksum"][:, i] = [row_checksum(*parts) for parts in zip(*copied.values(), strict=True)]
-            self._finish(results[:, i], table, "key", f"_{group}" if group else "")
+            shards = functools.partial(self._shards_of_row, positions, layouts)
+            self._finish(results[:, i], table, "key", f"_{group}" if group else "", shards)
             arrays |= copied
         how = zip(rows, table["fallback"].to_pylist(), strict=True)
         fallbacks = [Fallback(row=row, how=fallback) for row, fallback in how if fallback]
@@ -271,7 +274,7 @@ class _Copy:
         suffix, rejects = suffixes(self._store.spec)[layout.name], list[Reject]()
         is_lost = table[f"checksum{suffix}"].is_null().to_numpy()
         results["checksum"][is_lost] = 0
-        self._finish(results[:, 0], table, "text", suffix)
+        self._finish(results[:, 0], table, "text", suffix, lambda i: source.shard_paths(int(before[i])))
         results["state"][is_lost] = REJECTED
         class_name = self._store.spec.text_encoder_of(layout.name).encoder.class_name
         for i in np.flatnonzero(is_lost).tolist():
@@ -282,15 +285,31 @@ class _Copy:
             )
         self._writer.commit(part.name, shard, arrays, results, rejects=rejects)
 
-    def _finish(self, results: np.ndarray, table: pa.Table, name: str, suffix: str) -> None:
-        """Copy what the table of the rows has beside their checksums, and compare these. Raises: DamageError."""
+    def _shards_of_row(self, positions: np.ndarray, layouts: Sequence[ArrayLayout], index: int) -> list[str]:
+        """Paths of the shards that hold the row of one of some records, in the store that is copied."""
+        rows = self._rows[positions[index : index + 1]]
+        return [path for layout in layouts for path in self._store.array(layout.path).shard_paths(rows)]
+
+    def _finish(
+        self, results: np.ndarray, table: pa.Table, name: str, suffix: str, shards: Callable[[int], list[str]]
+    ) -> None:
+        """Copy what the table of the rows has beside their checksums, and compare these.
+
+        Args:
+          name: of the column that names a row.
+          suffix: of the columns of the group.
+          shards: paths of the shards that hold a row of the table, from its position.
+        Raises: DamageError.
+        """
         results["state"] = STORED
         for column, absent in (("source_checksum", 0), ("min_cosine", np.nan), ("max_error", np.nan)):
             if f"{column}{suffix}" in table.column_names:
                 results[column] = pc.fill_null(table[f"{column}{suffix}"], absent).to_numpy()
         differing = np.flatnonzero(pc.fill_null(table[f"checksum{suffix}"], 0).to_numpy() != results["checksum"])
         if len(differing):
+            first = int(differing[0])
+            paths = " or ".join(f"'{path}'" for path in shards(first))
             raise DamageError(
-                f"store '{self._store.path}': '{table[name][int(differing[0])]}' differs from what was written, so "
-                "there is no new store. Run 'leandit verify STORE --repair --source PATH', then compact again."
+                f"store '{self._store.path}': '{table[name][first]}' in shard {paths} differs from what was written, "
+                "so there is no new store. Run 'leandit verify STORE --repair --source PATH', then compact again."
             )

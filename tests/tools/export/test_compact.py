@@ -132,10 +132,19 @@ def test_a_compaction_that_is_killed_begins_again(step: int, tmp_path: Path) -> 
 
 
 def test_what_is_damaged_is_refused_and_nothing_is_left(grown: tuple[ImageSource, Path], tmp_path: Path) -> None:
-    for name in ("buckets/80x48/moments/c/0/0/0/0", "captions/embeddings/c/0/0", "captions/null/c/0/0"):
+    store = LatentStore(grown[1])
+    second_row = 8 * store.latents("80x48").row_bytes
+    second_caption = 8 * store.text().starts[1] * store.text().arrays[0].row_bytes
+    for name, bit in (
+        ("buckets/80x48/moments/c/0/0/0/0", 100),
+        ("buckets/80x48/moments/c/0/0/0/0", second_row + 100),
+        ("captions/embeddings/c/0/0", 100),
+        ("captions/embeddings/c/0/0", second_caption + 100),
+        ("captions/null/c/0/0", 100),
+    ):
         root = copy_of(grown[1], tmp_path / "store")
-        flip(root / name, 100)
-        with pytest.raises(DamageError, match=r"verify .*--repair"):
+        flip(root / name, bit)
+        with pytest.raises(DamageError, match=rf"{name}'.*verify .*--repair"):
             run(root, tmp_path / "new")
     for name in ("local.json", "sources.parquet"):
         root = copy_of(grown[1], tmp_path / "store")
