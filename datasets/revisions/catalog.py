@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import stat
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -116,7 +117,8 @@ def read_link(root: Path, revision: int) -> Link | None:
     for path in (root / f"{prefix}{MANIFEST}", root / f"{prefix}{TWIN}/{MANIFEST}"):
         try:
             with named_faults(path):
-                if path.stat().st_size > MAX_JSON_BYTES:
+                status = path.stat()
+                if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_JSON_BYTES:
                     continue
                 content = json.loads(path.read_bytes())
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):

@@ -102,7 +102,7 @@ class OpenedRevision:
         """Warn if a ``zarr.json`` is not that of the newest revision: the folder of a later one may be lost."""
         for path, content in zarr_files(manifest.spec, manifest.layouts().values()).items():
             file = self.root / path
-            if file.is_file() and file.read_bytes() != content:
+            if file.is_file() and (file.stat().st_size != len(content) or file.read_bytes() != content):
                 warnings.warn(
                     f"store '{self.path}': revision {manifest.revision} is opened, and '{path}' is of another one: it "
                     f"is damaged, or revision {manifest.revision + 1} was complete and its folder is lost. Run "
