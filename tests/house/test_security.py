@@ -1086,7 +1086,7 @@ def test_rows_of_parquet_that_unpack_to_too_much_are_rejected_without_keeping_wh
         for _ in range(num_groups):
             writer.write_table(pa.table({"image": bomb}))
     assert (source / "all.parquet").stat().st_size < 1 << 20
-    with cheap(600):
+    with cheap(900):  # all row groups together hold 1,200 MiB; allocators keep up to 600 of what was freed
         ended = leandit("precompute", "imagenet-256", "--source", source, "--store", tmp_path / "store", *words)
     assert ended.code == 0, ended
     assert LatentStore(tmp_path / "store").records["status"].to_pylist() == ["stored"] + ["rejected"] * 3 * num_groups

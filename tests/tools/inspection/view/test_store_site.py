@@ -315,7 +315,8 @@ def test_a_page_that_is_out_of_descriptors_says_so_once_and_answers_again(label_
             _, err = process.communicate(timeout=240)
         finally:
             process.kill()
-    assert (process.returncode, said, err) == (0, ["leandit: Ctrl-C ends it\n", OUT_OF_DESCRIPTORS], "")
+    ours = [line for line in err.splitlines() if "/proc/cpuinfo" not in line]  # torch may look at it just then
+    assert (process.returncode, said, ours) == (0, ["leandit: Ctrl-C ends it\n", OUT_OF_DESCRIPTORS], [])
 
 
 SLOW_DECODER = """
